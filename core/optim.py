@@ -1,0 +1,118 @@
+"""AdamW with fp32 masters, the learning-rate schedule, and gradient clipping."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+def learning_rate(step: int, total: int, peak: float, minimum: float = 0.0, warmup_ratio: float = 0.0,
+                  start: float = 0.0) -> float:
+    """The learning rate of optimizer step `step`, counted from 0, of a run of `total` steps.
+
+    Warm-up takes W = ceil(warmup_ratio * total) steps, at most total - 1: linear from `start`, which step 0 uses, to
+    `peak`, which step W uses. From there a cosine falls to `minimum`, which the last step (total - 1) uses. Without
+    warm-up step 0 uses `peak`. The last rule wins when the run is too short for both.
+
+    Table 5 of the paper (start 0, peak 1e-5, minimum 1e-6, ratio 0.005) in 375 steps: W = 2, so 0, 5e-6, 1e-5, ...,
+    1e-6.
+    """
+    assert 0 <= step < total, f"step {step} of {total}"
+    if step == total - 1:
+        return minimum
+    warmup = min(math.ceil(warmup_ratio * total - 1e-9), total - 1)
+    if step < warmup:
+        return start + (peak - start) * step / warmup
+    done = (step - warmup) / (total - 1 - warmup)
+    return minimum + (peak - minimum) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def global_norm(parameters: Iterable[Tensor]) -> float:
+    """L2 norm of all gradients together, each parameter once; 0.0 when none has a gradient."""
+    norms = [torch.linalg.vector_norm(p.grad, dtype=_at_least_fp32(p.grad)) for p in parameters if p.grad is not None]
+    return torch.linalg.vector_norm(torch.stack(norms)).item() if norms else 0.0
+
+
+def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> float:
+    """Scale all gradients so that their global norm is at most `max_norm`; returns the norm before that.
+
+    `max_norm = inf` measures and leaves them alone.
+    """
+    parameters = list(parameters)
+    norm = global_norm(parameters)
+    if math.isfinite(norm) and norm > max_norm:
+        for p in parameters:
+            if p.grad is not None:
+                p.grad.mul_(max_norm / norm)
+    return norm
+
+
+class AdamW:
+    """Adam with decoupled weight decay (on matrices only: 1-D parameters do not decay).
+
+    bf16 and fp16 parameters get an fp32 master, which takes the update and is rounded back into them; others are
+    their own master. Build it AFTER the weights are loaded: the masters are made here, from the parameters.
+    """
+
+    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], betas: tuple[float, float] = (0.9, 0.95),
+                 eps: float = 1e-8, weight_decay: float = 0.0):
+        self.parameters = {name: p for name, p in named_parameters if p.requires_grad}
+        self._masters = {n: p.detach().float() if p.dtype in LOW_PRECISION else p for n, p in self.parameters.items()}
+        decayed = [m for m in self._masters.values() if m.ndim >= 2]
+        plain = [m for m in self._masters.values() if m.ndim < 2]
+        groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        groups = [g for g in groups if g["params"]]
+        self._adam = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
+
+    def zero_grad(self) -> None:
+        for p in self.parameters.values():
+            p.grad = None
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """One update at this learning rate, from the parameters' gradients; a parameter without one stays."""
+        for group in self._adam.param_groups:
+            group["lr"] = lr
+        low = [(p, self._masters[n]) for n, p in self.parameters.items() if p.dtype in LOW_PRECISION]
+        for p, master in low:
+            master.grad = None if p.grad is None else p.grad.float()
+        self._adam.step()
+        for p, master in low:
+            master.grad = None
+            p.copy_(master)
+
+    def state_dict(self) -> dict[str, Any]:
+        """By parameter name: {"state": moments and step count, "masters": fp32 masters}. A parameter that never
+        got a gradient has no state."""
+        state = {n: dict(self._adam.state[m]) for n, m in self._masters.items() if self._adam.state.get(m)}
+        masters = {n: m for n, m in self._masters.items() if m is not self.parameters[n]}
+        return {"state": state, "masters": masters}
+
+    @torch.no_grad()
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Take over a saved state. A parameter without saved state starts fresh; an unknown name is a ValueError."""
+        for name, entry in [*saved["state"].items(), *saved["masters"].items()]:
+            if name not in self.parameters:
+                raise ValueError(f"optimizer state has parameter {name!r}, which the model has not")
+            shape = tuple((entry if isinstance(entry, Tensor) else entry["exp_avg"]).shape)
+            if shape != tuple(self.parameters[name].shape):
+                raise ValueError(f"optimizer state of {name!r} has shape {shape}, the model {tuple(self.parameters[name].shape)}")
+        self._adam.state.clear()
+        for name, entry in saved["state"].items():
+            master = self._masters[name]
+            self._adam.state[master] = {
+                key: v.to(torch.float32, copy=True) if key == "step" else v.to(master, copy=True) for key, v in entry.items()
+            }
+        for name, master in saved["masters"].items():
+            if self._masters[name] is not self.parameters[name]:
+                self._masters[name].copy_(master)
+                self.parameters[name].copy_(master)
+
+
+def _at_least_fp32(x: Tensor) -> torch.dtype:
+    return torch.float32 if x.dtype in LOW_PRECISION else x.dtype

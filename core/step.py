@@ -1,0 +1,69 @@
+"""One optimizer step: examples in, one update out."""
+
+from __future__ import annotations
+
+import logging
+import math
+from contextlib import nullcontext
+from typing import Sequence
+
+import torch
+
+from oprd.core.batch import collate, pack, tokens_read, trainable_tokens
+from oprd.core.metrics import Last, Metric, Sum, merge
+from oprd.core.objective import Distillation, Objective, batch_loss, normalise
+from oprd.core.optim import AdamW, clip_gradients
+from oprd.core.types import Example
+
+log = logging.getLogger("oprd.step")
+
+
+def train_step(model, teacher, examples: Sequence[Example], optimizer: AdamW, *, lr: float, token_budget: int,
+               objective: Objective = Objective(), distillation: Distillation = Distillation(),
+               max_norm: float = math.inf, bf16: bool = False, device="cpu") -> dict[str, Metric]:
+    """Train once on all `examples` (one optimizer step's worth) and return the step's metrics.
+
+    Weights are normalised over the whole step, then the examples are packed into micro-batches of at most
+    `token_budget` tokens; the split changes neither loss nor gradient. bf16: run the models under autocast (heads and
+    losses stay fp32). Examples without a trainable token are left out and counted. When none has one, nothing is
+    updated, a warning is logged and `train/skipped_steps` is 1. A gradient that is not finite is a
+    FloatingPointError, raised before the weights are touched.
+    """
+    final = normalise(examples, objective)
+    useful = [e for e in final if trainable_tokens(e)]
+    metrics: dict[str, Metric] = {
+        "train/examples": Sum(len(useful)),
+        "train/examples_without_tokens": Sum(len(final) - len(useful)),
+        "train/trained_tokens": Sum(sum(trainable_tokens(e) for e in useful)),
+        "train/skipped_steps": Sum(0 if useful else 1),
+    }
+    if not useful:
+        log.warning("step skipped: none of its %d examples has a trainable token", len(final))
+        return metrics
+    read = [tokens_read(e) for e in useful]
+    metrics |= {"train/student_tokens": Sum(sum(s for s, _ in read)), "train/teacher_tokens": Sum(sum(t for _, t in read))}
+    optimizer.zero_grad()
+    parts = pack(useful, token_budget)
+    for part in parts:
+        batch = collate(part).to(device)
+        with torch.autocast(torch.device(device).type, dtype=torch.bfloat16) if bf16 else nullcontext():
+            loss, found = batch_loss(model, teacher, batch, distillation)
+        loss.backward()
+        metrics = merge(metrics, found)
+    norm = clip_gradients(optimizer.parameters.values(), max_norm)
+    if not math.isfinite(norm):
+        _refuse(optimizer, metrics["train/loss"].value())
+    optimizer.step(lr)
+    optimizer.zero_grad()
+    return metrics | {
+        "train/micro_batches": Sum(len(parts)), "train/gradient_norm": Last(norm), "train/learning_rate": Last(lr),
+    }
+
+
+def _refuse(optimizer: AdamW, loss: float) -> None:
+    """Name the parameters whose gradient is not finite; the weights have not been touched."""
+    bad = [n for n, p in optimizer.parameters.items() if p.grad is not None and not torch.isfinite(p.grad).all()]
+    where = f"{bad[0]} and {len(bad) - 1} more" if bad else "the global norm (each gradient is finite)"
+    optimizer.zero_grad()
+    raise FloatingPointError(f"gradient of {where} is not finite (loss = {loss}); the step was not taken: lower the "
+                             "learning rate or look at this step's examples")
