@@ -136,7 +136,8 @@ def _hidden(model, packed) -> Tensor:
 
 
 def _distillation_metrics(values: Tensor, stats: SupportStats) -> dict[str, Metric]:
-    found: dict[str, Metric] = {"distillation/kl": Mean(*_total(values)), "distillation/kl_max": Max(values.max().item())}
+    found: dict[str, Metric] = {"distillation/kl": Mean(*_total(values))}
+    found["distillation/kl_max"] = Max(values.max().item())
     for name, x in stats._asdict().items():
         found[f"distillation/{name}"] = Mean(*_total(x))
         found[f"distillation/{name}_min"] = Min(x.min().item())

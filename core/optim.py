@@ -99,15 +99,16 @@ class AdamW:
         for name, entry in [*saved["state"].items(), *saved["masters"].items()]:
             if name not in self.parameters:
                 raise ValueError(f"optimizer state has parameter {name!r}, which the model has not")
-            shape = tuple((entry if isinstance(entry, Tensor) else entry["exp_avg"]).shape)
-            if shape != tuple(self.parameters[name].shape):
-                raise ValueError(f"optimizer state of {name!r} has shape {shape}, the model {tuple(self.parameters[name].shape)}")
+            shape = list((entry if isinstance(entry, Tensor) else entry["exp_avg"]).shape)
+            expected = list(self.parameters[name].shape)
+            if shape != expected:
+                raise ValueError(f"optimizer state of {name!r} has shape {shape}, the model's is {expected}")
         self._adam.state.clear()
         for name, entry in saved["state"].items():
             master = self._masters[name]
-            self._adam.state[master] = {
-                key: v.to(torch.float32, copy=True) if key == "step" else v.to(master, copy=True) for key, v in entry.items()
-            }
+            state = {key: v.to(master, copy=True) for key, v in entry.items()}
+            state["step"] = entry["step"].to(master.device, torch.float32, copy=True)
+            self._adam.state[master] = state
         for name, master in saved["masters"].items():
             if self._masters[name] is not self.parameters[name]:
                 self._masters[name].copy_(master)

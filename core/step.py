@@ -41,7 +41,8 @@ def train_step(model, teacher, examples: Sequence[Example], optimizer: AdamW, *,
         log.warning("step skipped: none of its %d examples has a trainable token", len(final))
         return metrics
     read = [tokens_read(e) for e in useful]
-    metrics |= {"train/student_tokens": Sum(sum(s for s, _ in read)), "train/teacher_tokens": Sum(sum(t for _, t in read))}
+    metrics["train/student_tokens"] = Sum(sum(student for student, _ in read))
+    metrics["train/teacher_tokens"] = Sum(sum(teacher for _, teacher in read))
     optimizer.zero_grad()
     parts = pack(useful, token_budget)
     for part in parts:

@@ -92,7 +92,8 @@ class _TopkKL(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             W, Wt = head.to(dtype), teacher_head.to(dtype)
             for part in chunks(N, V, hidden.device):
-                z, zt = _scaled_logits(hidden[part], W, temperature), _scaled_logits(teacher_hidden[part], Wt, temperature)
+                z = _scaled_logits(hidden[part], W, temperature)
+                zt = _scaled_logits(teacher_hidden[part], Wt, temperature)
                 lse, lse_t = z.logsumexp(-1), zt.logsumexp(-1)
                 chosen, overlap[part] = joint_support(z, zt, lse - lse_t, k)
                 if support == "full":

@@ -1,0 +1,195 @@
+"""Training checkpoints: everything a run needs to go on as if it had never stopped.
+
+    FOLDER/step_40/
+        model/          the student, a Hugging Face directory
+        teacher/        the teacher's weights, likewise (only if there is one)
+        optimizer.pt    AdamW.state_dict()
+        random.pt       states of Python's, numpy's and torch's generators
+        position.json   where the run was: steps done, data position, refresh position, whatever the caller needs
+        COMPLETE        written last: every file's name and size
+
+A checkpoint is written under another name beside its place, flushed to the disk, and published by one rename: there
+is no moment at which a kill loses the previous one. One process writes to a folder at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Callable, Mapping
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+
+log = logging.getLogger("oprd.checkpoint")
+
+MARKER = "COMPLETE"
+NAME = re.compile(r"step_(\d+)(?:\.replaced)?")
+UNFINISHED = ".unfinished_"
+
+WriteWeights = Callable[[Path], None]  # writes one model as a Hugging Face directory at the path it is given
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A loaded checkpoint. `model` and `teacher` are directories, for whoever builds models."""
+
+    step: int
+    model: Path
+    teacher: Path | None
+    optimizer: Mapping[str, Any]
+    random: Mapping[str, Any]
+    position: Mapping[str, Any]
+
+
+def save(folder: Path, step: int, *, model: WriteWeights, optimizer: Mapping[str, Any], position: Mapping[str, Any],
+         teacher: WriteWeights | None = None, keep: int = 2) -> Path:
+    """Write checkpoint `step_<step>` in `folder` and keep the newest `keep` (at least 1). Returns its path.
+
+    The random generators' states are taken here. A full or unwritable disk is an OSError of one line; what was
+    there before stays.
+    """
+    assert keep >= 1, keep
+    place = folder / f"step_{step}"
+    aside = folder / f"{UNFINISHED}{place.name}"
+    try:
+        _sweep(folder)
+        aside.mkdir(parents=True)
+        model(aside / "model")
+        if teacher is not None:
+            teacher(aside / "teacher")
+        torch.save(dict(optimizer), aside / "optimizer.pt")
+        torch.save(random_state(), aside / "random.pt")
+        (aside / "position.json").write_text(json.dumps(position, indent=1, allow_nan=False), encoding="utf-8")
+        _seal(aside)
+        _publish(aside, place)
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors report a full disk their own way
+        shutil.rmtree(aside, ignore_errors=True)
+        reason = " ".join(str(getattr(error, "strerror", None) or error).split())
+        raise OSError(f"checkpoint {place} was not written: {reason}; earlier checkpoints are untouched, free some "
+                      "space or choose another run folder") from error
+    _prune(folder, keep)
+    return place
+
+
+def newest(folder: Path) -> Path | None:
+    """The complete checkpoint of the highest step, or None. Incomplete ones are skipped, each with a log line."""
+    for _, path in reversed(_found(folder)):
+        problem = incomplete(path)
+        if problem is None:
+            return path
+        log.warning("skipping checkpoint %s: %s", path, problem)
+    return None
+
+
+def load(path: Path) -> Checkpoint:
+    """Read one checkpoint. Nothing is restored: the caller builds the models, then calls `restore_random`."""
+    problem = incomplete(path)
+    if problem is not None:
+        raise ValueError(f"checkpoint {path} is not complete: {problem}")
+    return Checkpoint(
+        step=int(NAME.fullmatch(path.name)[1]),
+        model=path / "model",
+        teacher=path / "teacher" if (path / "teacher").is_dir() else None,
+        optimizer=torch.load(path / "optimizer.pt", map_location="cpu", weights_only=True),
+        random=torch.load(path / "random.pt", weights_only=True),
+        position=json.loads((path / "position.json").read_text(encoding="utf-8")),
+    )
+
+
+def incomplete(path: Path) -> str | None:
+    """Why `path` is not a complete checkpoint, or None if it is."""
+    try:
+        sizes = json.loads((path / MARKER).read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError):
+        return f"no readable {MARKER} file (the writer was stopped)"
+    for name, size in sizes.items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size} bytes instead of {size}"
+    return None
+
+
+def random_state() -> dict[str, Any]:
+    """States of the process's generators: Python, numpy, torch, and every GPU's."""
+    kind, keys, at, has_gauss, gauss = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), at, has_gauss, gauss),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def restore_random(state: Mapping[str, Any]) -> None:
+    """Put the generators back. The last thing to do on a resume: building models and data draws from them."""
+    random.setstate(state["python"])
+    kind, keys, at, has_gauss, gauss = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), at, has_gauss, gauss))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def _found(folder: Path) -> list[tuple[int, Path]]:
+    """Everything named like a checkpoint, by step as a number; a replaced one before its replacement."""
+    if not folder.is_dir():
+        return []
+    named = [(int(m[1]), p) for p in folder.iterdir() if p.is_dir() and (m := NAME.fullmatch(p.name))]
+    return sorted(named, key=lambda found: (found[0], not found[1].suffix))
+
+
+def _seal(aside: Path) -> None:
+    """Everything onto the disk, then the marker, then the marker onto the disk."""
+    files = [p for p in sorted(aside.rglob("*")) if p.is_file()]
+    sizes = {str(p.relative_to(aside)): p.stat().st_size for p in files}
+    for path in [*files, *(p for p in aside.rglob("*") if p.is_dir())]:
+        _flush(path)
+    (aside / MARKER).write_text(json.dumps(sizes, indent=1), encoding="utf-8")
+    _flush(aside / MARKER)
+    _flush(aside)
+
+
+def _publish(aside: Path, place: Path) -> None:
+    """One rename. If the step was saved before, the old one stays readable until the new one is in place."""
+    replaced = place.with_name(place.name + ".replaced")
+    if place.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        place.rename(replaced)
+    aside.rename(place)
+    _flush(place.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _prune(folder: Path, keep: int) -> None:
+    """Remove all but the newest `keep` complete checkpoints, and what is older and incomplete."""
+    complete = 0
+    for _, path in reversed(_found(folder)):
+        if complete >= keep:
+            shutil.rmtree(path, ignore_errors=True)
+        elif incomplete(path) is None:
+            complete += 1
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what a killed writer left."""
+    for path in folder.glob(f"{UNFINISHED}*"):
+        log.warning("removing %s, left by a save that was stopped", path)
+        shutil.rmtree(path)
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
