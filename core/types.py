@@ -29,6 +29,7 @@ class Ending(str, Enum):
     SUBMITTED = "submitted"
     TURN_LIMIT = "turn_limit"
     CONTEXT_LIMIT = "context_limit"  # the next turn would not fit; nothing after the last sampled token is kept
+    REPLY_LIMIT = "reply_limit"  # a reply was cut at the token limit of one turn; it is never executed
     TIME_LIMIT = "time_limit"
     MALFORMED = "malformed"  # too many replies in a row without a well-formed tool call
 

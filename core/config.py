@@ -1,0 +1,276 @@
+"""Settings: one frozen tree of sections; a TOML file first, then `--section.field value` on top.
+
+A file may hold overlays for single stages: `[stages.if-sft.train]` counts for `--stage if-sft` only. Precedence:
+command line, stage overlay, file, default. A name that does not exist is an error that names the nearest one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any, Literal, Mapping, NoReturn
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+STAGES = ("microswe", "coding-sft", "if-sft", "oprd", "eval", "all")
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class Run(Section):
+    folder: str = Field("runs/micro", description="where everything of this run is written")
+    seed: int = Field(0, description="seeds data order, initial weights, sampling and MicroSWE")
+    threads: int = Field(0, ge=0, description="CPU threads of torch; 0 leaves torch's choice")
+    precision: Literal["bf16", "fp32"] = Field("bf16", description="autocast type of training matrix products")
+
+
+class Model(Section):
+    path: str = Field("", description="Hugging Face folder to start from; empty: the stage before, under run.folder")
+    hidden: int = Field(128, ge=8, description="width of a new random model (stage microswe)")
+    layers: int = Field(4, ge=1, description="layers of a new random model")
+    heads: int = Field(4, ge=1, description="query heads of a new random model")
+    kv_heads: int = Field(2, ge=1, description="key/value heads of a new random model")
+    head_dim: int = Field(32, ge=2, description="size of one head of a new random model")
+    intermediate: int = Field(384, ge=8, description="SwiGLU width of a new random model")
+    tied: bool = Field(True, description="whether a new random model shares embedding and output head")
+
+
+class ChatSettings(Section):
+    dialect: Literal["xml", "json"] = Field("xml", description="form of tool calls: xml (Qwen3.5) or json (Qwen3)")
+    system: str = Field("Fix the bug.", description="system message of every conversation")
+
+
+class MicroSWE(Section):
+    vocabulary: int = Field(512, ge=300, description="entries of the byte-level BPE trained on the generated corpus")
+    coding_tasks: int = Field(1200, ge=1, description="tasks the expert solves for Coding SFT")
+    if_tasks: int = Field(600, ge=1, description="tasks on which scripted mistakes are made for IF SFT")
+    relabels: int = Field(8, ge=1, description="consistently renamed copies written for every recording")
+    oprd_tasks: int = Field(4000, ge=1, description="tasks in the OPRD pool")
+    validation_tasks: int = Field(128, ge=1, description="held-out tasks, with names no training task has")
+    functions: int = Field(3, ge=2, description="functions in the wrong file, at most")
+    branches: int = Field(3, ge=2, description="branches of a scenario function, at most")
+
+
+class Data(Section):
+    rows: str = Field("", description="chat rows (JSONL) for coding-sft and if-sft; empty: MicroSWE's under run.folder")
+    tasks: str = Field("", description="task rows (JSONL) for oprd and eval; empty: MicroSWE's under run.folder")
+    strict: bool = Field(True, description="a bad row stops the run (true) or is skipped and counted (false)")
+    max_tokens: int = Field(1024, ge=8, description="longest training row")
+
+
+class Train(Section):
+    epochs: float = Field(1.0, gt=0, description="passes over the rows or tasks, unless steps is given")
+    steps: int = Field(0, ge=0, description="optimizer steps; 0: from epochs")
+    batch: int = Field(32, ge=1, description="examples (SFT) or attempts (OPRD) in one optimizer step")
+    micro_batch_tokens: int = Field(16384, ge=16, description="most tokens in one forward, student and teacher together")
+    lr: float = Field(1e-5, gt=0, description="peak learning rate")
+    lr_start: float = Field(0.0, ge=0, description="learning rate at the start of warm-up")
+    lr_min: float = Field(1e-6, ge=0, description="learning rate of the last step")
+    warmup: float = Field(0.005, ge=0, lt=1, description="warm-up, as a share of all steps")
+    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW")
+    beta2: float = Field(0.95, ge=0, lt=1, description="AdamW")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW")
+    clip: float = Field(1.0, gt=0, description="largest global gradient norm")
+    checkpoint_every: int = Field(100, ge=1, description="optimizer steps between checkpoints")
+    keep: int = Field(2, ge=1, description="checkpoints kept")
+
+
+class Rollout(Section):
+    workers: int = Field(32, ge=1, description="conversations open at once")
+    verifiers: int = Field(2, ge=1, description="gradings at once")
+    lockstep: bool = Field(True, description="batch turns in lock-step: reproducible to the bit, a little slower")
+    temperature: float = Field(1.0, ge=0, description="sampling temperature; 0 is greedy")
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling; 1 keeps all")
+    max_turns: int = Field(12, ge=1, description="assistant turns of one attempt")
+    max_turn_tokens: int = Field(160, ge=1, description="tokens of one reply")
+    max_context_tokens: int = Field(1024, ge=16, description="tokens of one conversation")
+    max_malformed: int = Field(2, ge=1, description="malformed replies in a row that end an attempt")
+    attempt_s: float = Field(120.0, gt=0, description="seconds of wall clock for one attempt")
+    cache_tokens: int = Field(65536, ge=64, description="tokens the native engine keeps cached")
+
+
+class SandboxSettings(Section):
+    kind: Literal["local", "docker"] = Field("local", description="local is no security boundary; docker is one")
+    image: str = Field("", description="docker: image for tasks that name none")
+    command_s: float = Field(20.0, gt=0, description="seconds of wall clock for one command")
+    memory_mib: int = Field(1024, ge=16, description="memory of one sandbox")
+    output_bytes: int = Field(4096, ge=64, description="bytes of a command's output an agent sees, head and tail")
+
+
+class Reminders(Section):
+    local: bool = Field(True, description="Turn-local Reminders in the teacher's view")
+    global_: bool = Field(True, alias="global", description="the Global Reminder in the teacher's view")
+    judge: Literal["none", "scripted"] = Field("scripted", description="who decides the contextual categories")
+    classes: tuple[Literal["R1", "R2", "R3", "R4"], ...] = Field(("R1", "R2", "R3", "R4"),
+                                                                 description="reminder classes in use")
+    disabled: tuple[str, ...] = Field((), description="rubric categories that are switched off")
+    rubric: str = Field("", description="a rubric file of your own, on top of ours")
+    budget: int = Field(4, ge=0, description="most local reminders in one trajectory (the paper does not say)")
+
+
+class OPRD(Section):
+    attempts_per_task: int = Field(1, ge=1, description="rollouts of each task in a step (open in the paper)")
+    routing: bool = Field(True, description="imitate successes, distil failures; false: distil all (OPSD)")
+    support: Literal["topk", "full"] = Field("topk", description="vocabulary support of the KL")
+    top_k: int = Field(100, ge=1, description="size of the joint support")
+    temperature: float = Field(1.0, gt=0, description="distillation temperature")
+    direction: Literal["reverse", "forward"] = Field("reverse", description="reverse is KL(student || teacher)")
+    lambda_success: float = Field(1.0, ge=0, description="weight of the imitation branch")
+    lambda_failure: float = Field(1.0, ge=0, description="weight of the distillation branch")
+    aggregate: Literal["token", "trajectory"] = Field("token", description="mean over tokens, or over trajectories")
+    denominator: Literal["separate", "joint"] = Field("separate", description="each branch has its own mean, or one")
+    without_reminder: Literal["drop", "distil"] = Field("drop", description="failures with no reminder at all")
+    refresh: Literal["fractions", "every", "frozen", "shared"] = Field("fractions", description="teacher schedule")
+    refresh_at: tuple[float, ...] = Field((0.2, 0.4, 0.6, 0.8), description="refresh = fractions: when, of training")
+    refresh_every: int = Field(50, ge=1, description="refresh = every: optimizer steps between refreshes")
+
+    @model_validator(mode="after")
+    def _fractions(self):
+        if any(not 0 < f < 1 for f in self.refresh_at):
+            raise ValueError(f"refresh_at = {list(self.refresh_at)} must lie between 0 and 1")
+        return self
+
+
+class Eval(Section):
+    attempts: int = Field(1, ge=1, description="attempts at each task")
+    tasks: int = Field(0, ge=0, description="tasks taken from the file; 0: all")
+    temperature: float = Field(1.0, ge=0, description="sampling temperature (the paper evaluates at 1.0)")
+    top_p: float = Field(0.95, gt=0, le=1, description="nucleus sampling (the paper evaluates at 0.95)")
+    following: bool = Field(False, description="also insert reminders while running and count how many are followed")
+
+
+class Config(Section):
+    run: Run = Run()
+    model: Model = Model()
+    chat: ChatSettings = ChatSettings()
+    microswe: MicroSWE = MicroSWE()
+    data: Data = Data()
+    train: Train = Train()
+    rollout: Rollout = Rollout()
+    sandbox: SandboxSettings = SandboxSettings()
+    reminders: Reminders = Reminders()
+    oprd: OPRD = OPRD()
+    eval: Eval = Eval()
+
+
+def fields() -> dict[str, Any]:
+    """`section.field` -> pydantic field, for every setting."""
+    return {f"{section}.{field.alias or name}": field
+            for section, holder in Config.model_fields.items()
+            for name, field in holder.annotation.model_fields.items()}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
+    """Command line -> (stage, config, resume, dry_run), and the `section.field` settings given as text.
+
+    Raises ValueError for a name that does not exist or a value that is missing.
+    """
+    parser = _Parser(prog="train.py", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+                     description="Trains a coding agent: Coding SFT, IF SFT, OPRD, evaluation, one stage at a time.",
+                     epilog="Every setting may stand in the TOML file ([section] field = value) or on the command line.")
+    parser.add_argument("--stage", required=True, choices=STAGES, help="what to do")
+    parser.add_argument("--config", metavar="FILE.toml", help="settings file")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest complete checkpoint")
+    parser.add_argument("--dry-run", action="store_true", help="print settings and derived numbers, then stop")
+    groups = {}
+    for name, field in fields().items():
+        section = name.split(".")[0]
+        groups.setdefault(section, parser.add_argument_group(f"[{section}]"))
+        default = field.default if not isinstance(field.default, tuple) else list(field.default)
+        groups[section].add_argument(f"--{name}", metavar="", dest=name, default=argparse.SUPPRESS,
+                                     help=f"{field.description} (default: {default!r})".replace("%", "%%"))
+    try:
+        known, rest = parser.parse_known_args(argv)
+    except argparse.ArgumentError as problem:
+        raise ValueError(str(problem))
+    if rest:
+        raise ValueError(f"unknown setting {rest[0]}; {_nearest(rest[0].split('=')[0].lstrip('-'), fields())}")
+    given = {name: value for name, value in vars(known).items() if "." in name}
+    return known, given
+
+
+def load(path: str | None, stage: str, given: Mapping[str, str]) -> Config:
+    """The resolved settings of one stage. Raises FileNotFoundError, or ValueError naming file and setting."""
+    tree: dict[str, Any] = {}
+    if path:
+        try:
+            tree = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except tomllib.TOMLDecodeError as problem:
+            raise ValueError(f"{path}: not TOML: {problem}")
+    overlays = tree.pop("stages", {})
+    for name in overlays:
+        if name not in STAGES:
+            raise ValueError(f"{path}: [stages.{name}] is no stage; {_nearest(name, STAGES)}")
+        _check_names(overlays[name], f"{path}: [stages.{name}]")
+    _check_names(tree, f"{path}:")
+    _merge(tree, overlays.get(stage, {}))
+    for name, text in given.items():
+        section, field = name.split(".")
+        tree.setdefault(section, {})[field] = _value(text, fields()[name])
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as problem:
+        first = problem.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ValueError(f"{where} = {first['input']!r}: {first['msg'].removeprefix('Value error, ')}")
+
+
+def _value(text: str, field: Any) -> Any:
+    """Command-line text -> TOML-like value; pydantic converts scalars, lists are written [a, b] or a,b."""
+    if getattr(field.annotation, "__origin__", None) is tuple:
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError:
+            return [part.strip() for part in text.strip("[]").split(",") if part.strip()]
+    return text
+
+
+def _check_names(tree: Mapping[str, Any], where: str) -> None:
+    sections = {name.split(".")[0] for name in fields()}
+    for section, values in tree.items():
+        if section not in sections:
+            raise ValueError(f"{where} unknown section [{section}]; {_nearest(section, sections)}")
+        if not isinstance(values, Mapping):
+            raise ValueError(f"{where} [{section}] must be a table of settings, got {values!r}")
+        for name in values:
+            if f"{section}.{name}" not in fields():
+                raise ValueError(f"{where} unknown setting {section}.{name}; {_nearest(f'{section}.{name}', fields())}")
+
+
+def _merge(tree: dict[str, Any], overlay: Mapping[str, Any]) -> None:
+    for section, values in overlay.items():
+        tree[section] = {**tree.get(section, {}), **values}
+
+
+def _nearest(name: str, names) -> str:
+    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0)
+    return f"did you mean {close[0]}?"
+
+
+def dump(config: Config) -> str:
+    """The resolved tree as TOML."""
+    lines = []
+    for section, values in config.model_dump(by_alias=True).items():
+        lines.append(f"[{section}]")
+        for name, value in values.items():
+            lines.append(f"{name} = {json.dumps(list(value) if isinstance(value, tuple) else value)}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def fail(problem: Exception) -> NoReturn:
+    """A person's mistake: one line, exit code 2."""
+    text = f"{problem.strerror}: {problem.filename}" if isinstance(problem, OSError) and problem.filename else str(problem)
+    print("error: " + " ".join(text.split()), file=sys.stderr)
+    sys.exit(2)

@@ -1,0 +1,96 @@
+"""The agent loop: one conversation of a model with a sandbox, tokens in, tokens out."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import Callable, Sequence
+
+from oprd.core.chat import Chat
+from oprd.core.types import Ending, Observation, Reminder, ToolCall, Trajectory, Turn
+from oprd.rollout.engine import Engine, Sampling
+from oprd.sandbox.box import Sandbox
+from oprd.sandbox.task import Task
+from oprd.sandbox.tools import call_tool
+
+Visible = tuple[ToolCall | None, Observation]
+Remind = Callable[[Task, Sequence[Visible], Sequence[Reminder]], Reminder | None]
+
+
+@dataclass(frozen=True)
+class AgentLimits:
+    """Where a conversation ends. Tokens count the whole context; seconds are wall clock for one attempt."""
+
+    system: str
+    max_turns: int
+    max_context_tokens: int
+    max_turn_tokens: int
+    max_malformed: int  # malformed replies in a row
+    attempt_s: float
+    command_s: float  # one tool call
+
+
+def converse(attempt_id: str, task: Task, engine: Engine, chat: Chat, box: Sandbox, limits: AgentLimits,
+             sampling: Sampling, seed: int, remind: Remind | None = None,
+             start: Reminder | None = None) -> tuple[Trajectory, tuple[Reminder, ...]]:
+    """Let the model work on `task` in `box` until it submits or a limit ends it.
+
+    `remind` (run-time use only) sees what is visible after each observation and may give a reminder that only the
+    next turn reads; `start` is a Global Reminder shown from the beginning. Returns the trajectory and the reminders
+    that were shown. Raises Broke when the machine fails.
+    """
+    deadline = time.monotonic() + limits.attempt_s
+    turns: list[Turn] = []
+    visible: list[Visible] = []
+    given: list[Reminder] = []
+    history: list[int] = []  # everything earlier turns left visible
+    pending = chat.open(limits.system, task.problem_statement) + (chat.reminder(start.text) if start else ())
+    reminder: Reminder | None = None
+    malformed = 0
+    ending = Ending.TURN_LIMIT
+    try:
+        for k in range(limits.max_turns):
+            reminder_ids = chat.reminder(reminder.text) if reminder else ()
+            room = limits.max_context_tokens - len(history) - len(pending) - len(reminder_ids) - len(chat.generation_ids)
+            if room <= 0 or time.monotonic() > deadline:
+                ending = Ending.CONTEXT_LIMIT if room <= 0 else Ending.TIME_LIMIT
+                break
+            prompt = [*history, *pending, *reminder_ids, *chat.generation_ids]
+            new_tokens = min(room, limits.max_turn_tokens)
+            done = engine.generate(attempt_id, prompt, replace(sampling, max_new_tokens=new_tokens), seed * 10_007 + k)
+            reply = chat.parse(done.ids)
+            turn = Turn(pending, done.ids, done.logprobs, done.version, reminder_ids, chat.text(done.ids),
+                        reply.calls[0] if len(reply.calls) == 1 else None, _problem(reply))
+            history += [*pending, *chat.generation_ids, *done.ids]
+            if done.finish == "length":
+                turns.append(turn)
+                ending = Ending.CONTEXT_LIMIT if new_tokens == room else Ending.REPLY_LIMIT
+                break
+            malformed = malformed + 1 if turn.call is None else 0
+            observation, ends = _act(box, turn, limits, deadline)
+            if ends or malformed >= limits.max_malformed:
+                turns.append(turn)
+                ending = Ending.SUBMITTED if ends else Ending.MALFORMED
+                break
+            turns.append(replace(turn, observation=observation))
+            visible.append((turn.call, observation))
+            pending = chat.tool_results([observation.output])
+            reminder = remind(task, visible, given) if remind else None
+            given += [reminder] if reminder else []
+    finally:
+        engine.forget(attempt_id)
+    return Trajectory(attempt_id, task.instance_id, tuple(turns), chat.generation_ids, ending), tuple(given)
+
+
+def _problem(reply) -> str | None:
+    if reply.problem or len(reply.calls) == 1:
+        return reply.problem
+    return "no tool call found" if not reply.calls else f"{len(reply.calls)} tool calls in one reply; send one at a time"
+
+
+def _act(box: Sandbox, turn: Turn, limits: AgentLimits, deadline: float) -> tuple[Observation, bool]:
+    if turn.call is None:
+        return Observation(f"Invalid reply: {turn.problem}", is_error=True), False
+    seconds = min(limits.command_s, max(1.0, deadline - time.monotonic()))
+    answer = call_tool(box, turn.call.name, turn.call.arguments, seconds)
+    return Observation(answer.output, answer.exit_code, answer.is_error), answer.ends

@@ -1,0 +1,119 @@
+"""Many attempts at once: conversations on a pool of workers, verification of each in a fresh sandbox.
+
+Every attempt asked for comes back as exactly one Outcome, in the order asked for. A machine's failure is retried,
+then the attempt is dropped and counted; it is never a reward of 0.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Callable, Sequence
+
+from oprd.core.chat import Chat
+from oprd.core.types import Reminder, Trajectory
+from oprd.rollout.agent import AgentLimits, Remind, converse
+from oprd.rollout.engine import Engine, Sampling
+from oprd.sandbox.box import Broke, Sandbox
+from oprd.sandbox.repo import extract_patch
+from oprd.sandbox.task import Task
+from oprd.sandbox.verify import Verdict, verify
+
+OpenBox = Callable[[Task], AbstractContextManager[Sandbox]]
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One try at a task. `id` is unique in the run and names the conversation; `seed` decides its samples;
+    `start` is a Global Reminder shown from the beginning (the retry form), or None."""
+
+    id: str
+    task: Task
+    seed: int
+    start: Reminder | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an attempt went. `trouble` is None when it was judged: then trajectory and verdict are there. Else it names
+    the machine's failure (`infra_sandbox`, `infra_verifier`), and the attempt must not train."""
+
+    attempt: Attempt
+    trajectory: Trajectory | None = None
+    given: tuple[Reminder, ...] = ()
+    patch: bytes = b""
+    verdict: Verdict | None = None
+    trouble: str | None = None
+
+
+class Attempts:
+    """Runs attempts. `workers` conversations are open at once, `verifiers` gradings beside them."""
+
+    def __init__(self, engine: Engine, chat: Chat, open_box: OpenBox, limits: AgentLimits, sampling: Sampling,
+                 workers: int, verifiers: int, retries: int = 1):
+        self.engine, self.chat, self.open_box = engine, chat, open_box
+        self.limits, self.sampling = limits, sampling
+        self.workers, self.verifiers, self.retries = workers, verifiers, retries
+
+    def run(self, attempts: Sequence[Attempt], remind: Remind | None = None,
+            on_done: Callable[[Outcome], None] = lambda outcome: None) -> list[Outcome]:
+        """Run all attempts; `on_done` hears of each as it is judged (from worker threads, one at a time).
+
+        An exception that is not the machine's (an engine that broke, a bug) ends the run and is raised here.
+        """
+        if len({a.id for a in attempts}) != len(attempts):
+            raise ValueError("attempt ids must be unique")
+        graded: list[Future[Outcome] | None] = [None] * len(attempts)
+        lock, stop, queue = threading.Lock(), threading.Event(), iter(enumerate(attempts))
+        announce = threading.Lock()
+
+        def grade(outcome: Outcome) -> Outcome:
+            outcome = self._grade(outcome)
+            with announce:
+                on_done(outcome)
+            return outcome
+
+        def work(verifier: ThreadPoolExecutor) -> None:
+            with self.engine.worker():
+                while not stop.is_set():
+                    with lock:
+                        item = next(queue, None)
+                    if item is None:
+                        return
+                    try:
+                        graded[item[0]] = verifier.submit(grade, self._attempt(item[1], remind))
+                    except BaseException:
+                        stop.set()
+                        raise
+
+        with ThreadPoolExecutor(self.verifiers) as verifier, ThreadPoolExecutor(self.workers) as pool:
+            workers = [pool.submit(work, verifier) for _ in range(min(self.workers, len(attempts)))]
+            for worker in workers:
+                worker.result()
+            return [future.result() for future in graded]
+
+    def _attempt(self, attempt: Attempt, remind: Remind | None) -> Outcome:
+        for _ in range(self.retries + 1):
+            try:
+                with self.open_box(attempt.task) as box:
+                    trajectory, given = converse(attempt.id, attempt.task, self.engine, self.chat, box, self.limits,
+                                                 self.sampling, attempt.seed, remind, attempt.start)
+                    return Outcome(attempt, trajectory, given, extract_patch(box))
+            except Broke:
+                continue
+        return Outcome(attempt, trouble="infra_sandbox")
+
+    def _grade(self, outcome: Outcome) -> Outcome:
+        if outcome.trouble:
+            return outcome
+        o = outcome
+        for _ in range(self.retries + 1):
+            try:
+                verdict = verify(o.attempt.task, o.patch, self.open_box)
+            except Broke:
+                continue
+            return Outcome(o.attempt, o.trajectory, o.given, o.patch, verdict,
+                           None if verdict.valid else "invalid_verdict")
+        return Outcome(o.attempt, o.trajectory, o.given, o.patch, trouble="infra_verifier")

@@ -1,0 +1,162 @@
+"""The scripted expert of MicroSWE: solves every task, and makes the mistakes from which IF SFT learns to recover.
+
+A script is a list of tool calls that is really executed in a sandbox; what is recorded is what the tools answered.
+Coding SFT rows are clean solutions. IF SFT rows (ours; the paper gives only their filter) are, for a scripted mistake:
+
+    followed      the conversation up to a reminder and the one turn that follows it; only that turn is trained
+    continued     the same conversation without the reminder; only the turns after the recovery are trained
+    global        a clean solution that begins with the Global Reminder of a really failed attempt
+
+so a model that only reads the plain conversation is never shown the recovery itself: OPRD has to distil it.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any, Callable, Sequence
+
+from oprd.core.types import Observation, Reminder, ToolCall
+from oprd.sandbox.box import Sandbox
+from oprd.sandbox.microswe import FAMILIES
+from oprd.sandbox.task import Task
+from oprd.sandbox.tools import call_tool
+
+CHECK = ToolCall("bash", {"command": "python check.py"})
+RESTORE = ToolCall("bash", {"command": "git checkout ."})
+SUBMIT = ToolCall("submit", {})
+
+Visible = tuple[ToolCall, Observation]
+Remind = Callable[[Task, Sequence[Visible], Sequence[Reminder]], Reminder | None]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One executed call. `reminder` is what the call's own observation fired: the next call follows it."""
+
+    call: ToolCall
+    observation: Observation
+    reminder: Reminder | None = None
+
+
+def read(path: str) -> ToolCall:
+    return ToolCall("read", {"path": path})
+
+
+def edit(path: str, old: str, new: str) -> ToolCall:
+    return ToolCall("edit", {"path": path, "old_string": old, "new_string": new})
+
+
+def _repair(task: Task, text: str, word: str | None = None) -> ToolCall:
+    """The smallest unique edit in `text` that makes the wrong return give `word` (default: the right one)."""
+    m, word = task.meta, word or task.meta["right"]
+    line, new = f'return "{m["wrong"]}"', f'return "{word}"'
+    if text.count(line) == 1:
+        return edit(m["path"], line, new)
+    lines = text.splitlines()
+    at = next(i for i, l in enumerate(lines) if l.strip() == m["anchor"])
+    indent = lines[at + 1][: len(lines[at + 1]) - len(lines[at + 1].lstrip())]
+    return edit(m["path"], f'{m["anchor"]}\n{indent}{line}', f'{m["anchor"]}\n{indent}{new}')
+
+
+def solution(task: Task) -> list[ToolCall]:
+    """The expert's calls: read what is named, (read the failing test where the statement hides the word), make the
+    smallest edit, validate once, stop."""
+    look = [CHECK] if task.meta["kind"] == "validate" else []
+    return [read(task.meta["path"]), *look, _repair(task, task.files[task.meta["path"]]), CHECK, SUBMIT]
+
+
+def mistake(task: Task, rng: random.Random) -> tuple[list[ToolCall], list[ToolCall]]:
+    """A plausible wrong beginning, and the recovery that the reminder asks for up to the submission.
+
+    The mistakes are those of an undertrained model: the short edit of an ambiguous line, the neighbour's file, a
+    sibling's answer, a wrong word.
+    """
+    m, text = task.meta, task.files[task.meta["path"]]
+    line = f'return "{m["wrong"]}"'
+    redo = [RESTORE, _repair(task, text), CHECK, SUBMIT]
+    if m["kind"] == "scope" and rng.random() < 0.5:
+        return [read(m["neighbour"])], solution(task)
+    if m["kind"] == "scope":
+        other = task.files[m["neighbour"]]
+        word = _answer_of(other, m["function"])
+        wrong = edit(m["neighbour"], f'return "{word}"', f'return "{m["right"]}"')
+        return [read(m["neighbour"]), wrong, CHECK], [RESTORE, *solution(task)]
+    look = [CHECK] if m["kind"] == "validate" and rng.random() < 0.5 else []
+    start = [read(m["path"]), *look]
+    if text.count(line) > 1 and rng.random() < 0.5:
+        return [*start, edit(m["path"], line, f'return "{m["right"]}"')], [_repair(task, text), CHECK, SUBMIT]
+    siblings = _sibling_edits(task, text)
+    if siblings and rng.random() < 0.6:
+        return [*start, rng.choice(siblings), CHECK], redo
+    word = rng.choice([w for w in FAMILIES["train"] if w not in text and w != m["right"]])
+    return [*start, _repair(task, text, word), CHECK], redo
+
+
+def _answer_of(text: str, function: str) -> str:
+    return text.split(f"def {function}(", 1)[1].split('return "', 1)[1].split('"', 1)[0]
+
+
+def _sibling_edits(task: Task, text: str) -> list[ToolCall]:
+    """Edits that give the right word to another answer of the file."""
+    lines, edits = text.splitlines(), []
+    for above, line in zip(lines, lines[1:]):
+        if line.strip().startswith('return "') and above.strip() != task.meta["anchor"] and ":" in above:
+            indent = line[: len(line) - len(line.lstrip())]
+            edits.append(edit(task.meta["path"], f"{above.strip()}\n{line}",
+                              f'{above.strip()}\n{indent}return "{task.meta["right"]}"'))
+    return edits
+
+
+def perform(task: Task, box: Sandbox, calls: Sequence[ToolCall], remind: Remind | None = None) -> list[Step]:
+    """Execute calls in a sandbox that holds the task's repository. Raises Broke."""
+    steps: list[Step] = []
+    for call in calls:
+        answer = call_tool(box, call.name, call.arguments)
+        seen = Observation(answer.output, answer.exit_code, answer.is_error)
+        visible = [*((s.call, s.observation) for s in steps), (call, seen)]
+        given = [s.reminder for s in steps if s.reminder]
+        steps.append(Step(call, seen, remind(task, visible, given) if remind and not answer.ends else None))
+    return steps
+
+
+# --- rows ---------------------------------------------------------------------------------------------------------
+
+def reminder_message(text: str) -> dict[str, str]:
+    return {"role": "user", "content": f"<system-reminder>\n{text}\n</system-reminder>"}
+
+
+def chat_row(row_id: str, system: str, task: Task, steps: Sequence[Step], trained: Sequence[bool],
+             before_last: Reminder | None = None, start: Reminder | None = None) -> dict[str, Any]:
+    """A chat row of executed steps: `trained[i]` is whether step i's call is learnt; `before_last` is shown right
+    before the last call; `start` is a Global Reminder after the task."""
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system},
+                                      {"role": "user", "content": task.problem_statement}]
+    if start:
+        messages.append(reminder_message(start.text))
+    for i, step in enumerate(steps):
+        if before_last and i == len(steps) - 1:
+            messages.append(reminder_message(before_last.text))
+        call = {"type": "function", "function": {"name": step.call.name, "arguments": dict(step.call.arguments)}}
+        messages.append({"role": "assistant", "content": None, "tool_calls": [call],
+                         **({} if trained[i] else {"weight": 0})})
+        if i < len(steps) - 1:
+            messages.append({"role": "tool", "content": step.observation.output})
+    return {"id": row_id, "task_id": task.instance_id, "messages": messages}
+
+
+def recovery_rows(row_id: str, system: str, task: Task, steps: Sequence[Step], mistakes: int) -> list[dict[str, Any]]:
+    """`followed` rows, one for every reminder the scripted mistakes fired, and the `continued` row.
+
+    `mistakes` is the number of wrong steps the script began with. A reminder is followed when the step after it
+    belongs to the recovery; a reminder fired between two mistakes teaches nothing and is left out.
+    """
+    rows, n = [], len(steps)
+    for i, step in enumerate(steps[:-1]):
+        if step.reminder and i + 1 >= mistakes:
+            trained = [j == i + 1 for j in range(i + 2)]
+            row = chat_row(f"{row_id}/followed-{i}", system, task, steps[: i + 2], trained, before_last=step.reminder)
+            rows.append({**row, "category": step.reminder.category})
+    if rows:
+        rows.append(chat_row(f"{row_id}/continued", system, task, steps, [j > mistakes for j in range(n)]))
+    return rows
