@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oprd.core.cache import Cache
+from oprd.core.decode import Decoder
 from oprd.core.mixers import MIXERS, Layout, RMSNorm, rope_tables
 
 
@@ -169,6 +170,10 @@ class Model(nn.Module):
     def new_cache(self) -> Cache:
         """An empty cache for one conversation."""
         return Cache([MIXERS[kind].new_entry() for kind in self.config.layer_types])
+
+    def decoder(self, rows: int) -> Decoder:
+        """A batched decoder of up to `rows` conversations with the weights of now (copied, float32)."""
+        return Decoder(self, rows)
 
     def hidden(
         self, ids: Tensor, cu_seqlens: Tensor, positions: Tensor | None = None, caches: Sequence[Cache] | None = None
