@@ -1,0 +1,95 @@
+"""A task's repository in a sandbox, and the agent's work as a patch against its base commit.
+
+The base is one commit without any history (an agent cannot look up the fix). What the agent does with the `.git`
+it sees does not matter: the patch is made with our own git data ($PRIVATE/git, from the same base), our own index
+and a neutral configuration, and keeps every byte: untracked, deleted, binary, empty, mode-changed and CRLF files.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Mapping
+
+from oprd.sandbox.box import Broke
+from oprd.sandbox.gitstore import one_commit
+from oprd.sandbox.task import Task
+
+MAX_PATCH = 4 * 2**20  # bytes; a larger one is no source change and is refused by verify()
+
+# Overrides .gitattributes of the work tree: no line-end conversion, no keyword or filter, text or binary by content.
+ATTRIBUTES = b"* -text !eol !diff !filter !ident !working-tree-encoding\n"
+PRIVATE_CONFIG = (b"[core]\n\trepositoryformatversion = 0\n\tfilemode = true\n\tbare = false\n"
+                  b"\tattributesFile = /dev/null\n\texcludesFile = /dev/null\n\tfsync = none\n\tsafecrlf = false\n")
+
+INITIALISE = f"""set -e
+rm -rf .git; git init -q -b main . >&2; git config user.name Developer
+git config user.email developer@example.invalid
+git add -A -f . >&2; git commit -q --allow-empty -m Base >&2
+mkdir -p "$PRIVATE"; cp -a .git "$PRIVATE/git"; git rev-parse HEAD"""
+
+# A nested .git would turn its folder into an unreadable link, so it goes; caches are no work of the agent's.
+EXTRACT = """find . -mindepth 2 -name .git -prune -exec rm -rf {{}} + &&
+export GIT_DIR="$PRIVATE/git" GIT_WORK_TREE=. &&
+git add -A -f -- . ':(exclude,glob)**/__pycache__/**' ':(exclude,glob)**/.pytest_cache/**' &&
+git diff --cached --binary --full-index --no-renames --no-ext-diff --no-textconv --no-color \\
+    --src-prefix=a/ --dst-prefix=b/ {commit} --"""
+
+APPLY = """export GIT_CEILING_DIRECTORIES="$(dirname "$PWD")" GIT_DIR="$PRIVATE/none"
+git apply --whitespace=nowarn {options} "$PRIVATE/{name}" """
+
+
+def prepare(task: Task, box) -> None:
+    """Bring the box to the task's base: files (MicroSWE) or the image's own tree, and a `.git` with one commit.
+
+    Records the base commit's id in `box.base`. Raises Broke.
+    """
+    if not task.files:
+        code, out, err = box.trusted(INITIALISE, 300)
+        if code:
+            raise Broke(f"{task.instance_id}: git cannot make the base commit: {_text(err)}")
+        box.base = out.decode().strip()
+        box.put({"git/info/attributes": ATTRIBUTES, "git/config": PRIVATE_CONFIG}, private=True)
+        return
+    commit, tree, private = _base(json.dumps(dict(task.files), sort_keys=True))
+    box.put(tree)
+    box.put(private, private=True)
+    box.base = commit
+
+
+@functools.lru_cache(maxsize=64)
+def _base(files: str) -> tuple[str, Mapping[str, bytes], Mapping[str, bytes]]:
+    """(commit, files of the tree with its .git, files of the private git data); cached: a task is opened often."""
+    tree = {path: text.encode() for path, text in json.loads(files).items()}
+    commit, store = one_commit(tree)
+    # git calls a folder a repository only when objects/ and refs/ are there; both are, through their contents
+    return (commit, tree | {f".git/{path}": data for path, data in store.items()},
+            {f"git/{path}": data for path, data in store.items()}
+            | {"git/config": PRIVATE_CONFIG, "git/info/attributes": ATTRIBUTES})
+
+
+def extract_patch(box) -> bytes:
+    """The work tree against the base commit, as a git patch; b"" when nothing changed. Raises Broke."""
+    assert box.base, "prepare() comes first"
+    code, out, err = box.trusted(EXTRACT.format(commit=box.base))
+    if code:
+        raise Broke(f"git cannot make the patch: {_text(err)}")
+    return out
+
+
+def apply_patch(box, patch: bytes, leave_out: tuple[str, ...] = ()) -> str:
+    """Apply a patch whole or not at all, without the files named in `leave_out`. Returns "" or git's complaint."""
+    options = " ".join(f"--exclude={_quoted(path)}" for path in leave_out)
+    box.put({"patch": patch}, private=True)
+    code, _, err = box.trusted(APPLY.format(options=options, name="patch"))
+    return "" if code == 0 else _text(err) or f"git apply ended with status {code}"
+
+
+def _quoted(path: str) -> str:
+    """A path as a literal pattern, safe in a shell word."""
+    literal = "".join(f"\\{c}" if c in "*?[\\" else c for c in path)
+    return "'" + literal.replace("'", "'\\''") + "'"
+
+
+def _text(err: bytes) -> str:
+    return err.decode("utf-8", "replace").strip()[:2000]
