@@ -1,0 +1,70 @@
+"""Who decides the contextual categories: what a judge sees, what it answers, and the judge that answers nothing.
+
+A judge sees one Case, the visible prefix at one insertion boundary, and nothing else: no later turn, no verifier
+label, no task field beside the statement. It proposes; `select.py` gates and chooses. The scripted judge of MicroSWE
+is in `scripted.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+from oprd.core.types import Observation, Reminder, ToolCall
+from oprd.rollout.toolresult import ToolResult, tool_result
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is visible right after observation k = len(turns) - 1.
+
+    turns: (call, observation) of every turn so far; the call is None where the reply held no well-formed one.
+    inserted: the local reminders inserted at earlier boundaries of this conversation.
+    """
+
+    statement: str
+    turns: tuple[tuple[ToolCall | None, Observation], ...]
+    inserted: tuple[Reminder, ...] = ()
+
+    @cached_property
+    def results(self) -> tuple[ToolResult | None, ...]:
+        return tuple(tool_result(call, seen) if call else None for call, seen in self.turns)
+
+    @property
+    def latest(self) -> ToolResult | None:
+        return self.results[-1] if self.results else None
+
+    @cached_property
+    def edits(self) -> tuple[int, ...]:
+        """Turns whose edit succeeded and that no later `git checkout`, `restore`, `reset` or `stash` took back."""
+        undone = [i for i, r in enumerate(self.results) if r and r.runs("git", "checkout", "restore", "reset", "stash")]
+        return tuple(i for i, r in enumerate(self.results)
+                     if r and r.kind == "edit" and not r.failed and i > max(undone, default=-1))
+
+    @cached_property
+    def edited(self) -> bool:
+        """Whether any successful edit is visible, taken back or not."""
+        return any(r and r.kind == "edit" and not r.failed for r in self.results)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A proposed reminder. evidence quotes what is visible; confidence in 0..1."""
+
+    category: str
+    text: str
+    evidence: str
+    confidence: float
+
+
+class Judge(Protocol):
+    def decide(self, case: Case) -> list[Candidate]:
+        """Candidates for the latest observation, in any order; empty when nothing is wrong."""
+
+
+class NoJudge:
+    """Decides nothing: hard rules only."""
+
+    def decide(self, case: Case) -> list[Candidate]:
+        return []
