@@ -42,7 +42,8 @@ class Mesh:
         """The mesh that the launcher describes. More than one rank (WORLD_SIZE) is a ValueError in this version."""
         world = environment.get("WORLD_SIZE", "1")
         if not world.isdecimal() or int(world) < 1:
-            raise ValueError(f"WORLD_SIZE = {world!r} must be a whole number of 1 or more; unset it to train on one process")
+            raise ValueError(f"WORLD_SIZE = {world!r} must be a whole number of 1 or more; unset it for one process")
         if int(world) > 1:
-            raise ValueError(f"WORLD_SIZE = {world} must be 1: multi-rank training is not in this version; start one process")
+            raise ValueError(f"WORLD_SIZE = {world} must be 1: multi-rank training is not in this version; "
+                             "start one process")
         return Mesh()
