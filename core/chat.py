@@ -9,8 +9,9 @@ construction. Text from outside (tasks, tool output, schemas, replies of an expe
 `Tokenizer.encode`, which knows no control token; control ids come from this file alone.
 
 Where it differs from Qwen's own templates, on purpose: contents are not trimmed; an earlier turn is never rewritten
-(the templates drop the thinking of turns before the last user message); there need be no user message; arguments
-given as JSON text are re-spelt. Otherwise the ids equal the template's text encoded with its control tokens.
+(the templates drop the thinking, even the empty think block, of turns before the last user message); there need be
+no user message; arguments given as JSON text are re-spelt; the generation prompt ends at a token boundary even where
+a reply begins with a newline. Otherwise the ids equal the template's text encoded with its control tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ GENERATION = {  # generation prompts by name
     "no_think": "<|im_start|>assistant\n<think>\n\n</think>\n\n",  # the thinking is over before it began
 }
 
-# The tool block that the models were trained on, from Qwen's templates; {} takes one JSON schema a line.
+# The tool block the models were trained on: what stands before and after the schemas (JSON, one a line).
 _TOOLS = {
     "xml": (
         "# Tools\n\nYou have access to the following functions:\n\n<tools>",

@@ -55,7 +55,8 @@ class Tokenizer:
         try:
             return cls(file.read_text(encoding="utf-8"))
         except Exception as error:  # the library raises bare Exception
-            raise ValueError(f"{file}: not a usable tokenizer.json: {str(error).splitlines()[0]}") from None
+            why = " ".join(str(error).split()) or type(error).__name__
+            raise ValueError(f"{file}: not a usable tokenizer.json: {why}") from None
 
     def save(self, folder: str | Path) -> Path:
         """Write tokenizer.json into a folder that exists; byte for byte what was loaded or trained."""

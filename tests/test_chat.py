@@ -15,7 +15,11 @@ from oprd.core.messages import FieldError
 from oprd.core.tokenizer import MARKS, SPECIAL, Tokenizer, train_bpe
 from oprd.core.types import ToolCall
 
-TEXT = ["<|im_start|>user\nfix foo.py\n\n\nassistant system\n", "def run(cmd):\n    return cmd\n\n\n", "<function=run>\n"] * 9
+TEXT = 9 * [
+    "<|im_start|>user\nfix foo.py\n\n\nassistant system\n",
+    "def run(cmd):\n    return cmd\n\n\n",
+    "<function=run>\n",
+]
 QWEN_CUT = (  # the cut of Qwen's tokenizer.json: newlines join each other and the punctuation before them
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -64,7 +68,11 @@ def call(name, **arguments):
 ROW = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "fix foo.py"},
-    {"role": "assistant", "content": "Let me look.", "tool_calls": [call("bash", cmd="ls -l\ncat foo.py"), call("read")]},
+    {
+        "role": "assistant",
+        "content": "Let me look.",
+        "tool_calls": [call("bash", cmd="ls -l\ncat foo.py"), call("read")],
+    },
     {"role": "tool", "content": "  foo.py"},
     {"role": "tool", "content": "one\n\ntwo"},
     {"role": "assistant", "content": None, "tool_calls": [call("bash", cmd="", n=3, many=[1, {"a": "é"}])]},
@@ -73,7 +81,7 @@ ROW = [
 ]
 
 
-# ---- the frame, by hand -----------------------------------------------------------------------------------------------
+# ---- the frame, by hand ----------------------------------------------------------------------------------------------
 
 
 def test_a_worked_conversation_token_by_token(tokenizer):
@@ -160,7 +168,7 @@ def test_a_message_of_weight_0_is_read_but_not_trained(chat):
     assert ids0 == ids and sum(mask) - sum(mask0) == first
 
 
-# ---- text from outside ------------------------------------------------------------------------------------------------
+# ---- text from outside -----------------------------------------------------------------------------------------------
 
 
 def test_control_tokens_in_text_from_outside_stay_text(chat):
@@ -168,7 +176,12 @@ def test_control_tokens_in_text_from_outside_stay_text(chat):
     row = [
         {"role": "system", "content": evil},
         {"role": "user", "content": [{"type": "text", "text": evil}]},
-        {"role": "assistant", "content": f"a {evil}", "reasoning_content": evil, "tool_calls": [call("bash", cmd=evil)]},
+        {
+            "role": "assistant",
+            "content": f"a {evil}",
+            "reasoning_content": evil,
+            "tool_calls": [call("bash", cmd=evil)],
+        },
         {"role": "tool", "content": evil},
         {"role": "user", "content": evil},
     ]
@@ -184,11 +197,11 @@ def test_control_tokens_in_text_from_outside_stay_text(chat):
         assert chat.tokenizer.decode(got).count(evil) == spelt
 
 
-# ---- what the model writes and what is read ---------------------------------------------------------------------------
+# ---- what the model writes and what is read --------------------------------------------------------------------------
 
-VALUES = ["", " ", "\n", "\n\n", "x", "  x\n", "\nx\n\n", "</parameter>", "a\n</parameter> b", "</function>", "<tool_call>",
-          "<|im_end|>", '{"a": 1}', "if a < b:\n\treturn '\\n'\n", "é😀", "\u2028", "</tool_call>\n<tool_call>", "<parameter>",
-          "x <parameter=a>", "<function=a>", "\\", '"', "null", "True"]
+VALUES = ["", " ", "\n", "\n\n", "x", "  x\n", "\nx\n\n", "\u2028", "\\", '"', "null", "True", "é😀", '{"a": 1}']
+VALUES += ["<tool_call>", "</tool_call>\n<tool_call>", "<|im_end|>", "</parameter>", "a\n</parameter> b", "</function>"]
+VALUES += ["<parameter>", "x <parameter=a>", "<function=a>", "if a < b:\n\treturn '\\n'\n"]
 
 
 def test_what_is_written_is_read_back(chat):
@@ -235,7 +248,7 @@ BAD = {
         ("<tool_call>\n<function=a>\n<parameter=x>\n1\n</parameter>\n<parameter=x>\n2\n</parameter>\n</function>\n"
          "</tool_call>", "x of a is given twice"),
         ("<tool_call>\n<function=bad name>\n</function>\n</tool_call>", "does not begin"),
-        ("<tool_call>\n<function=a>\n<parameter=b c>\n</parameter>\n</function>\n</tool_call>", "where <parameter=KEY>"),
+        ("<tool_call>\n<function=a>\n<parameter=b c>\n</parameter>\n</function>\n</tool_call>", "where <parameter="),
         (GOOD["json"], "written in the json form. Write it as <function=NAME>"),
     ],
     "json": [
@@ -288,7 +301,8 @@ def test_small_slips_that_leave_no_doubt_are_read(tokenizer):
     xml = ["<tool_call><function=bash><parameter=cmd>ls</parameter></function></tool_call>",
            "\n\n<tool_call>\n<function=bash>\n  <parameter=cmd>\nls</parameter>\n\n</function>\n\n</tool_call>\n"]
     for text in xml:
-        assert Chat(tokenizer).parse(trusted(tokenizer, text + "<|im_end|>")) == Reply("", (ToolCall("bash", {"cmd": "ls"}),))
+        reply = Chat(tokenizer).parse(trusted(tokenizer, text + "<|im_end|>"))
+        assert reply == Reply("", (ToolCall("bash", {"cmd": "ls"}),))
     text = '<tool_call>{"arguments": {"n": 3, "deep": {"a": null}, "s": "\\ud800"}, "name": "f"}</tool_call><|im_end|>'
     read = Chat(tokenizer, "json").parse(trusted(tokenizer, text)).calls[0]
     assert read == ToolCall("f", {"n": "3", "deep": '{"a": null}', "s": "\ufffd"})
@@ -310,8 +324,8 @@ def test_reading_never_raises_on_random_ids(chat):
     rng = random.Random(2)
     controls = sorted(chat.tokenizer.control_ids)
     odd = [chat.tokenizer.vocab_size, 10**12, -1]
-    pieces = [trusted(chat.tokenizer, piece) for piece in
-              ("<function=a>", "<parameter=b>", "</parameter>", "</function>", "\n", '{"name": "a", "arguments": {', "}}")]
+    tags = ["<function=a>", "<parameter=b>", "</parameter>", "</function>", '{"name": "a", "arguments": {', "}}", "\n"]
+    pieces = [trusted(chat.tokenizer, tag) for tag in tags]
     for _ in range(2000):
         ids = []
         for _ in range(rng.randrange(12)):
@@ -323,7 +337,7 @@ def test_reading_never_raises_on_random_ids(chat):
     assert chat.parse([]).problem and chat.parse([chat.end_id]) == Reply("")
 
 
-# ---- rows as data sets store them -------------------------------------------------------------------------------------
+# ---- rows as data sets store them ------------------------------------------------------------------------------------
 
 
 def test_every_stored_shape_of_the_same_message_renders_the_same(chat):
@@ -390,7 +404,7 @@ U = {"role": "user", "content": "q"}
         ([{"role": "assistant", "tool_calls": [{"function": {}}]}], r"tool_calls\[0\].function.name: must be"),
         ([{"role": "assistant", "tool_calls": [{"name": "f", "arguments": [1]}]}], r"arguments: .* got a list"),
         ([{"role": "assistant", "tool_calls": [{"name": "f", "arguments": '"ls"'}]}], r"arguments: .* got text"),
-        ([{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "ls"}]}], r"arguments: is text but not valid"),
+        ([{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "ls"}]}], r"arguments: is text but not"),
         ([{"role": "assistant", "tool_calls": [{"name": "a b"}]}], r"messages\[0\]: the call of 'a b' cannot be"),
         ([{"role": "assistant", "content": "x", "weight": 0.5}], r"messages\[0\].weight: must be 0 or 1, got 0.5"),
         ([{"role": "assistant", "content": "x", "reasoning_content": 3}], r"reasoning_content: must be text"),
@@ -418,7 +432,8 @@ def test_a_tokenizer_without_response_marks_spells_them(tokenizer):
     spec["added_tokens"] = [t for t in spec["added_tokens"] if t["content"] not in gone]
     old = Tokenizer(json.dumps(spec))
     chat = Chat(old, "json")
-    assert old.decode(chat.tool_results(["x"])) == "\n<|im_start|>user\n<tool_response>\nx\n</tool_response><|im_end|>\n"
+    turn = "<|im_start|>user\n<tool_response>\nx\n</tool_response><|im_end|>\n"
+    assert old.decode(chat.tool_results(["x"])) == "\n" + turn
     assert chat.stop_ids == (chat.end_id,) and chat.parse(chat.assistant("hi")) == Reply("hi")
 
 
@@ -429,7 +444,7 @@ def test_unknown_dialects_and_generation_prompts_are_refused(tokenizer):
         Chat(tokenizer, "xml", "think")
 
 
-# ---- Qwen's own templates ---------------------------------------------------------------------------------------------
+# ---- Qwen's own templates --------------------------------------------------------------------------------------------
 
 
 @functools.cache

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +20,8 @@ A = {"role": "assistant", "content": "yes"}
 
 def write(tmp_path, *lines):
     file = tmp_path / "rows.jsonl"
-    file.write_bytes(b"".join((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines))
+    encoded = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
+    file.write_bytes(b"".join(line + b"\n" for line in encoded))
     return file
 
 
@@ -58,7 +60,10 @@ BAD = {  # reason -> (line, what the message says)
     "tools": ({"messages": [U, A], "tools": {"name": "f"}}, "tools: must be a list of objects, got an object"),
     "unspeakable": ({"messages": [{"role": "assistant", "tool_calls": [{"name": "a b"}]}]}, "'a b' cannot be written"),
     "no_target": ({"messages": [U, {**A, "weight": 0}]}, "messages: no token to train"),
-    "too_long": ({"messages": [U, {**A, "content": "x " * 500}]}, r"messages: 10\d\d tokens must be at most max_tokens = 99"),
+    "too_long": (
+        {"messages": [U, {**A, "content": "x " * 500}]},
+        r"messages: 10\d\d tokens must be at most max_tokens = 99",
+    ),
 }
 
 
@@ -126,7 +131,8 @@ def test_a_resumed_reading_sees_what_the_straight_one_saw():
 def test_the_order_is_the_same_in_another_process():
     code = "from oprd.core.data import Order; o = Order(9, 5); print([o[i] for i in range(20)])"
     order = Order(9, 5)
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    root = Path(__file__).parent.parent
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
     assert json.loads(out.stdout) == [order[i] for i in range(20)]
 
 

@@ -33,7 +33,8 @@ def test_any_text_survives_the_round_trip(small):
 def test_a_name_has_the_same_ids_wherever_it_stands(small):
     for name in ("ledger_total", "basketmerge", "qzx", "orbit2", "_scan"):
         ids = small.encode(name)
-        for before, after in itertools.product(("", " ", "\n", "\n    ", "(", ".", "=", '"', "\t"), ("", " ", "(", "\n")):
+        befores, afters = ("", " ", "\n", "\n    ", "(", ".", "=", '"', "\t"), ("", " ", "(", "\n")
+        for before, after in itertools.product(befores, afters):
             around = small.encode(before), small.encode(after)
             assert small.encode(before + name + after) == around[0] + ids + around[1]
 
