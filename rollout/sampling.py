@@ -42,7 +42,9 @@ class Sampler:
         self.n += 1
 
     def sample(self, logits: Tensor, first: int) -> list[int]:
-        """The next token of rows first..N-1 from their logits [N - first, V]; remembers the log-probabilities."""
+        """The next token of rows first..N-1 from their logits [N - first, V]; remembers the log-probabilities.
+
+        FloatingPointError: logits hold NaN or infinity."""
         rows = torch.arange(first, self.n)
         logprobs = torch.log_softmax(logits / self.temperature[first : self.n], dim=-1)
         kept = logprobs.double().exp_()
@@ -50,6 +52,8 @@ class Sampler:
         if (top_p < 1).any():
             kept = torch.where(top_p < 1, _nucleus(kept, top_p), kept)
         sums = kept.cumsum(-1)
+        if not sums[:, -1].isfinite().all():
+            raise FloatingPointError("logits are not finite: the weights have diverged")
         targets = self.uniforms[rows, self.count[first : self.n], None] * sums[:, -1:]
         drawn = torch.searchsorted(sums, targets, right=True).squeeze(1)  # first index whose sum exceeds the target
         ids = torch.where(self.greedy[first : self.n], logits.argmax(-1), drawn)

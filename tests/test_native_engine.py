@@ -1,0 +1,339 @@
+"""rollout/native.py: samples equal the plain model's, are reproducible in lock-step, and nobody ever hangs."""
+
+import math
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+
+import pytest
+import torch
+
+from oprd.core.decode import Decoder
+from oprd.core.model import Model, ModelConfig
+from oprd.rollout.engine import Sampling
+from oprd.rollout.native import NativeEngine
+from oprd.rollout.sampling import Sampler, _nucleus
+
+torch.set_num_threads(1)
+pytestmark = pytest.mark.timeout(60)
+CONFIG = ModelConfig(vocab_size=31, hidden_size=24, intermediate_size=28, num_hidden_layers=3, num_attention_heads=6,
+                     num_key_value_heads=2, head_dim=8, initializer_range=0.3)
+GREEDY = Sampling(temperature=0.0, top_p=1.0, max_new_tokens=12, stop_ids=())
+
+
+def a_model(seed=0) -> Model:
+    """Random everywhere, norms too, so that a weight left out of the decoder shows."""
+    model = Model(CONFIG).init(seed).requires_grad_(False)
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in model.named_parameters():
+        if "norm" in name:
+            p.add_(torch.rand(p.shape, generator=generator) - 0.3)
+    return model
+
+
+@contextmanager
+def an_engine(model=None, **settings):
+    engine = NativeEngine(model or a_model(), **settings)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def some_ids(n, seed):
+    return torch.randint(31, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def plain_logprobs(model, context, sampled, temperature=1.0):
+    """Log-probabilities of `sampled` after `context` by one full forward."""
+    ids = torch.tensor([*context, *sampled])
+    logits = model.logits(ids, torch.tensor([0, len(ids)]))[len(context) - 1 : -1]
+    logprobs = torch.log_softmax(logits / temperature, -1)
+    return logprobs.gather(1, torch.tensor(sampled)[:, None]).squeeze(1).tolist(), logits
+
+
+def test_decoder_steps_equal_full_forwards_for_rows_of_many_lengths_as_rows_come_and_go():
+    model = a_model().double()
+    conversations = {n: some_ids(n, seed=n) for n in (1, 127, 5, 130, 40)}
+    decoder, rows = Decoder(model, rows=4), []
+    decoder_error = 0.0
+
+    def enter(n):
+        cache = model.new_cache()
+        model.hidden(torch.tensor(conversations[n]), torch.tensor([0, n]), caches=[cache])
+        for entry in cache.entries:
+            entry.k, entry.v = entry.k.float(), entry.v.float()
+        assert decoder.join(cache, room=6) == len(rows)
+        rows.append(n)
+
+    def leave(row):
+        cache = decoder.leave(row)
+        assert cache.length == len(conversations[rows[row]])
+        rows[row] = rows[-1]
+        rows.pop()
+        return cache
+
+    for action in (lambda: enter(127), lambda: enter(1), lambda: enter(5), lambda: leave(0), lambda: enter(130),
+                   lambda: enter(40), lambda: leave(3), lambda: leave(1)):
+        action()
+        for _ in range(2):
+            new = torch.tensor([len(conversations[n]) % 31 for n in rows])
+            logits = decoder.step(new)
+            for row, n in enumerate(rows):
+                conversations[n].append(int(new[row]))
+                ids = torch.tensor(conversations[n])
+                want = model.logits(ids, torch.tensor([0, len(ids)]))[-1]
+                decoder_error = max(decoder_error, (logits[row].double() - want).abs().max().item())
+    assert decoder_error < 2e-4  # float32 against float64, logits of size 10
+    cache = leave(0)  # what a decoder gives back goes on through the plain model
+    ids = torch.tensor([3, 4])
+    for entry in cache.entries:
+        entry.k, entry.v = entry.k.double(), entry.v.double()
+    n = cache.length
+    whole = torch.tensor([*[c for c in conversations.values() if len(c) == n][0], 3, 4])
+    torch.testing.assert_close(model.logits(ids, torch.tensor([0, 2]), caches=[cache]),
+                               model.logits(whole, torch.tensor([0, n + 2]))[n:], atol=2e-4, rtol=0)
+
+
+def test_greedy_is_the_argmax_of_the_plain_model_over_turns_with_and_without_a_shared_prefix():
+    model = a_model()
+    with an_engine(model) as engine:
+        context = some_ids(20, 1)
+        for turn in range(4):
+            done = engine.generate("s", context, GREEDY, seed=turn)
+            want, logits = plain_logprobs(model, context, done.ids)
+            assert list(done.ids) == logits.argmax(-1).tolist()
+            assert done.logprobs == pytest.approx(want, abs=1e-4)
+            assert (done.finish, done.version, len(done.ids)) == ("length", 0, 12)
+            if turn == 0:
+                context = [*context, *done.ids, *some_ids(7, 2)]  # an observation
+            elif turn == 1:
+                context = context[:25] + some_ids(9, 3)  # another history: only 25 tokens agree
+            # turn 3 repeats turn 2's context: everything is cached, the last token runs again
+
+
+def test_the_cached_prefix_is_not_computed_again():
+    model = a_model()
+    seen = []
+    with an_engine(model) as engine:
+        plain = engine._model.hidden
+        engine._model.hidden = lambda ids, cu, caches: seen.append(ids.tolist()) or plain(ids, cu, caches=caches)
+        first = engine.generate("s", [1, 2, 3], GREEDY, seed=0)
+        context = [1, 2, 3, *first.ids, 7, 8]
+        engine.generate("s", context, GREEDY, seed=0)
+        engine.generate("s", [1, 2, 9], GREEDY, seed=0)
+        engine.forget("s")
+        engine.generate("s", [1, 2, 9], GREEDY, seed=0)
+    assert seen == [[1, 2, 3], [first.ids[-1], 7, 8], [9], [1, 2, 9]]
+
+
+def test_sampling_logprobs_are_those_under_the_temperature_before_the_top_p_cut():
+    model = a_model()
+    context = some_ids(9, 4)
+    with an_engine(model) as engine:
+        done = engine.generate("s", context, Sampling(0.7, 0.8, 40, ()), seed=3)
+    want, _ = plain_logprobs(model, context, done.ids, temperature=0.7)
+    assert done.logprobs == pytest.approx(want, abs=1e-4)
+
+
+def test_a_stop_id_ends_the_turn_and_is_kept():
+    with an_engine() as engine:
+        free = engine.generate("a", [1, 2], GREEDY, seed=0).ids
+        stop = free[3]
+        done = engine.generate("b", [1, 2], Sampling(0.0, 1.0, 12, (stop,)), seed=0)
+    assert done.ids == free[: free.index(stop) + 1] and done.finish == "stop"
+
+
+def play(engine, workers=6, turns=3, delays=None):
+    """`workers` agents with ragged conversations, their tools taking random times; all that was sampled."""
+    waits, got = random.Random(delays), {}
+
+    def agent(i):
+        with leaving.pop(i):
+            context = some_ids(5 + 7 * i, seed=i)
+            for turn in range(turns if i else 1):
+                done = engine.generate(f"agent{i}", context, Sampling(1.0, 0.9, 10 + i, (4,)), seed=100 * i + turn)
+                got[i, turn] = done
+                context = [*context, *done.ids, *some_ids(3 + i, seed=turn)]
+                if delays is not None:
+                    time.sleep(waits.random() * 0.02)
+            engine.forget(f"agent{i}")
+
+    leaving = {}
+    for i in range(workers):
+        leaving[i] = ExitStack()
+        leaving[i].enter_context(engine.worker())
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(agent, range(workers)))
+    return got
+
+
+def test_lockstep_gives_identical_samples_and_floats_whatever_the_tools_delays():
+    runs = []
+    for delays in (1, 2, None):
+        with an_engine(rows=4, cached_tokens=150) as engine:  # fewer rows than workers, and evictions
+            runs.append(play(engine, delays=delays))
+    assert len(runs[0]) == 16 and runs[0] == runs[1] == runs[2]
+    assert len({done.ids for done in runs[0].values()}) == 16
+
+
+def test_a_sample_depends_on_its_seed_and_context_not_on_its_neighbours():
+    with an_engine(lockstep=False, rows=3) as engine:
+        together = play(engine, delays=5)
+    model = a_model()
+    with an_engine(model) as engine:
+        for i in range(6):
+            alone = engine.generate(f"x{i}", some_ids(5 + 7 * i, seed=i), Sampling(1.0, 0.9, 10 + i, (4,)), 100 * i)
+            assert alone.ids == together[i, 0].ids
+            assert alone.logprobs == pytest.approx(together[i, 0].logprobs, abs=1e-4)
+        other = engine.generate("x5b", some_ids(40, seed=5), Sampling(1.0, 0.9, 15, (4,)), 501)
+        assert other.ids != together[5, 0].ids
+
+
+def test_a_lockstep_round_waits_for_every_announced_worker():
+    with an_engine() as engine, ThreadPoolExecutor(2) as pool, engine.worker():
+        with engine.worker():
+            first = pool.submit(engine.generate, "a", [1], GREEDY, 0)
+            time.sleep(0.2)
+            assert not first.done()
+        assert len(first.result(timeout=10).ids) == 12  # the second worker left: one request is everybody's
+
+
+def test_continuous_lets_a_short_request_leave_and_a_new_one_join_while_a_long_one_runs():
+    with an_engine(lockstep=False, rows=2) as engine, ThreadPoolExecutor(1) as pool:
+        long = pool.submit(engine.generate, "long", [1], Sampling(1.0, 1.0, 3000, ()), 0)
+        for i in range(3):
+            assert len(engine.generate(f"short{i}", [2, i], GREEDY, i).ids) == 12
+        assert not long.done()
+        engine.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            long.result(timeout=10)
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_it_and_draws_by_probability():
+    p = torch.tensor([[0.1, 0.5, 0.15, 0.25]], dtype=torch.float64)
+    kept = {q: _nucleus(p, torch.tensor([[q]], dtype=torch.float64)).tolist()[0] for q in (0.4, 0.5, 0.6, 0.8, 1.0)}
+    assert kept == {0.4: [0, 0.5, 0, 0], 0.5: [0, 0.5, 0, 0], 0.6: [0, 0.5, 0, 0.25], 0.8: [0, 0.5, 0.15, 0.25],
+                    1.0: [0.1, 0.5, 0.15, 0.25]}
+    n = 4000
+    sampler = Sampler(n)
+    for seed in range(n):
+        sampler.join(Sampling(0.5, 0.7, 1, ()), seed)
+    drawn = sampler.sample(p.float().sqrt().log().expand(n, 4), 0)  # temperature 0.5 squares: back to p
+    share = torch.tensor(drawn).bincount(minlength=4) / n
+    assert share[0] == share[2] == 0
+    assert abs(share[1].item() - 2 / 3) < 4 * math.sqrt(2 / 9 / n)  # four standard deviations
+    assert sampler.leave(0, 1) == pytest.approx([math.log([0.1, 0.5, 0.15, 0.25][drawn[0]])], abs=1e-5)
+
+
+def test_a_request_draws_the_same_numbers_whatever_its_length_limit():
+    drawn = []
+    for most in (1, 7, 64, 1000):
+        sampler = Sampler(1)
+        sampler.join(Sampling(1.0, 1.0, most, ()), seed=9)
+        drawn.append(sampler.uniforms[0, :most])
+    assert all(torch.equal(short, drawn[-1][: len(short)]) for short in drawn)
+
+
+def test_beyond_the_budget_the_oldest_sessions_go_first():
+    with an_engine(cached_tokens=50) as engine:
+        for name in ("a", "b", "c"):
+            engine.generate(name, some_ids(10, 1), GREEDY, 0)  # leaves 21 tokens
+        assert list(engine._sessions) == ["b", "c"]
+        engine.generate("b", some_ids(10, 1), GREEDY, 0)
+        engine.generate("d", some_ids(10, 1), GREEDY, 0)
+        assert list(engine._sessions) == ["b", "d"]
+        engine.generate("big", some_ids(60, 1), GREEDY, 0)
+        assert list(engine._sessions) == []
+
+
+def test_load_brings_new_weights_and_drops_every_cache():
+    old, new = a_model(0), a_model(1)
+    context = some_ids(15, 6)
+    with an_engine(old, version=3) as engine:
+        assert engine.generate("s", context, GREEDY, 0).version == 3
+        old.model.norm.weight.mul_(2)  # the engine has its own copy
+        for weights, version in ((new, 4), (new.state_dict(), 5)):
+            engine.load(weights, version)
+            done = engine.generate("s", context, GREEDY, 0)
+            assert done.logprobs == pytest.approx(plain_logprobs(new, context, done.ids)[0], abs=1e-4)
+            assert (done.version, engine.version) == (version, version)
+
+
+def test_load_is_refused_while_a_request_waits():
+    with an_engine() as engine, ThreadPoolExecutor(1) as pool, engine.worker():
+        with engine.worker():
+            waiting = pool.submit(engine.generate, "a", [1], GREEDY, 0)
+            while not engine._pending:
+                time.sleep(0.001)
+            with pytest.raises(RuntimeError, match="cannot load version 1 while 1 requests run or wait"):
+                engine.load(a_model(1), 1)
+        assert waiting.result(timeout=10).version == 0
+
+
+def test_a_failure_in_the_scheduler_reaches_every_waiting_caller_and_all_later_ones():
+    with an_engine() as engine, ThreadPoolExecutor(3) as pool:
+        def broken(*_, **__):
+            raise ArithmeticError("the machine is tired")
+
+        engine._model.hidden = broken
+        with ExitStack() as stack:
+            for _ in range(3):
+                stack.enter_context(engine.worker())
+            waiting = [pool.submit(engine.generate, f"s{i}", [1], GREEDY, 0) for i in range(3)]
+            for future in waiting:
+                with pytest.raises(RuntimeError, match="the machine is tired") as error:
+                    future.result(timeout=10)
+                assert isinstance(error.value.__cause__, ArithmeticError)
+        with pytest.raises(RuntimeError, match="the machine is tired"):
+            engine.generate("later", [1], GREEDY, 0)
+
+
+def test_weights_that_diverged_are_named_as_the_cause():
+    model = a_model()
+    model.model.norm.weight.fill_(float("nan"))
+    with an_engine(model) as engine, pytest.raises(RuntimeError, match="logits are not finite"):
+        engine.generate("s", [1], GREEDY, 0)
+
+
+def test_closing_wakes_whoever_waits():
+    engine = NativeEngine(a_model())
+    with ThreadPoolExecutor(1) as pool, engine.worker(), engine.worker():
+        waiting = pool.submit(engine.generate, "a", [1], GREEDY, 0)
+        while not engine._pending:
+            time.sleep(0.001)
+        engine.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            waiting.result(timeout=10)
+    assert not engine._thread.is_alive()
+
+
+@pytest.mark.parametrize("context, sampling, words", [
+    ([1, 31], GREEDY, "context_ids holds 31, the vocabulary is 0..30"),
+    ([-1], GREEDY, "context_ids holds -1"),
+    ([], GREEDY, "the context is empty"),
+    ([1], Sampling(1.0, 1.0, 5, (99,)), "stop_ids holds 99"),
+    ([1], Sampling(1.0, 1.0, 0, ()), "max_new_tokens = 0 must be at least 1"),
+    ([1], Sampling(-0.5, 1.0, 5, ()), "temperature = -0.5 must be at least 0"),
+    ([1], Sampling(float("nan"), 1.0, 5, ()), "temperature = nan"),
+    ([1], Sampling(1.0, 0.0, 5, ()), "top_p = 0.0 must be above 0"),
+    ([1], Sampling(1.0, 1.5, 5, ()), "top_p = 1.5 must be above 0 and at most 1"),
+])
+def test_a_request_that_cannot_be_served_is_refused_and_harms_nobody(context, sampling, words):
+    with an_engine() as engine:
+        with pytest.raises(ValueError) as error:
+            engine.generate("s", context, sampling, 0)
+        assert words in str(error.value)
+        assert len(engine.generate("s", [1], GREEDY, 0).ids) == 12
+
+
+def test_a_session_takes_one_request_at_a_time():
+    with an_engine() as engine, ThreadPoolExecutor(1) as pool, engine.worker():
+        with engine.worker():
+            first = pool.submit(engine.generate, "s", [1], GREEDY, 0)
+            while not engine._pending:
+                time.sleep(0.001)
+            with pytest.raises(ValueError, match="session 's' already has a request running"):
+                engine.generate("s", [2], GREEDY, 0)
+        assert len(first.result(timeout=10).ids) == 12
