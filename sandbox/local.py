@@ -13,9 +13,9 @@ the same path, so that tracebacks do not differ between runs.
 Where namespaces are refused (many containers), the command's session is killed and /proc/*/environ is searched
 for the box's marker; a process that both starts a new session and wipes its environment escapes that search.
 
-Limits: CPU seconds, address space and file size are rlimits and hold per process. The number of processes is
-watched from outside every TICK seconds, because RLIMIT_NPROC does not bind root and elsewhere counts all of the
-user's processes: a fork bomb is killed, but may overshoot within one tick.
+Limits: CPU seconds, address space and file size are rlimits and hold per process. RLIMIT_NPROC is of no use (it
+does not bind root, and elsewhere counts all of the user's processes): the number of processes is looked at from
+outside every TICK seconds, and from Linux 6.14 on the namespace's own pid_max bounds a fork bomb between two looks.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from __future__ import annotations
 import errno
 import functools
 import os
+import re
 import selectors
 import shutil
 import signal
@@ -76,6 +77,10 @@ def _tmp_can_be_masked() -> bool:
     return not any(p.startswith("/tmp/") for p in (sys.prefix, sys.base_prefix, sys.executable))
 
 
+def _kernel() -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
+
+
 class LocalSandbox:
     """See the file's docstring. `label` names the run that owns the box (sweep.run_label)."""
 
@@ -97,6 +102,9 @@ class LocalSandbox:
         self.env = environment(self.folder, label)
         limit = (f"ulimit -t {int(limits.cpu_s)}; ulimit -v {limits.memory_mib * 1024}; "
                  f"ulimit -f {limits.file_mib * 2048}; ulimit -c 0; ")
+        if self.isolated and _kernel() >= (6, 14):  # before, pid_max is the whole machine's
+            # after the first round of numbers the kernel gives out those from 300 on
+            limit += f"echo {300 + limits.processes} > /proc/sys/kernel/pid_max; "
         mounts = MOUNT + (MASK_TMP if _tmp_can_be_masked() else "") + f"cd {ROOT} && " if self.isolated else ""
         # stderr joins stdout only inside: the launcher's own messages are not the command's. The marker file tells
         # "our launcher failed" from "the command failed". The inner shell keeps the namespace's first process ours:

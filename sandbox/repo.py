@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import functools
 import json
-from typing import Mapping
+from dataclasses import dataclass
+from typing import Callable, Mapping
 
-from oprd.sandbox.box import Broke
+from oprd.sandbox.box import Broke, Limits, Sandbox
 from oprd.sandbox.gitstore import one_commit
+from oprd.sandbox.local import LocalSandbox
 from oprd.sandbox.task import Task
 
 MAX_PATCH = 4 * 2**20  # bytes; a larger one is no source change and is refused by verify()
@@ -39,39 +41,68 @@ APPLY = """export GIT_CEILING_DIRECTORIES="$(dirname "$PWD")" GIT_DIR="$PRIVATE/
 git apply --whitespace=nowarn {options} "$PRIVATE/{name}" """
 
 
-def prepare(task: Task, box) -> None:
-    """Bring the box to the task's base: files (MicroSWE) or the image's own tree, and a `.git` with one commit.
+@dataclass(frozen=True)
+class Base:
+    """A box's recorded base: commit id, and the private git data that extract_patch() puts down when first needed."""
 
-    Records the base commit's id in `box.base`. Raises Broke.
+    commit: str
+    private: Mapping[str, bytes]
+
+
+def opener(kind: str, limits: Limits, label: str, client=None) -> Callable[[Task], Sandbox]:
+    """A function that opens a fresh box of `kind` (`local` or `docker`) at a task's base; `label` names the run."""
+    if kind not in ("local", "docker"):
+        raise ValueError(f"sandbox kind = {kind!r} must be local or docker")
+
+    def open_box(task: Task):
+        if kind == "local":
+            if not task.files:
+                raise ValueError(f"{task.instance_id}: a local sandbox needs the task's files; use the docker sandbox")
+            box = LocalSandbox({}, limits, label)
+        else:
+            from oprd.sandbox.docker_box import DockerSandbox  # the docker SDK is an extra
+
+            box = DockerSandbox(task.image_name, limits, label, client)
+        try:
+            prepare(task, box)
+        except BaseException:
+            box.close()
+            raise
+        return box
+
+    return open_box
+
+
+def prepare(task: Task, box) -> None:
+    """Bring a new box to the task's base: files (MicroSWE) or the image's own tree, and a `.git` with one commit.
+
+    Records the base in `box.base`. Raises Broke.
     """
-    if not task.files:
-        code, out, err = box.trusted(INITIALISE, 300)
-        if code:
-            raise Broke(f"{task.instance_id}: git cannot make the base commit: {_text(err)}")
-        box.base = out.decode().strip()
-        box.put({"git/info/attributes": ATTRIBUTES, "git/config": PRIVATE_CONFIG}, private=True)
+    if task.files:
+        tree, box.base = _base(json.dumps(dict(task.files), sort_keys=True))
+        box.put(tree)
         return
-    commit, tree, private = _base(json.dumps(dict(task.files), sort_keys=True))
-    box.put(tree)
-    box.put(private, private=True)
-    box.base = commit
+    code, out, err = box.trusted(INITIALISE, 300)
+    if code:
+        raise Broke(f"{task.instance_id}: git cannot make the base commit: {_text(err)}")
+    box.base = Base(out.decode().strip(), {"git/info/attributes": ATTRIBUTES, "git/config": PRIVATE_CONFIG})
 
 
 @functools.lru_cache(maxsize=64)
-def _base(files: str) -> tuple[str, Mapping[str, bytes], Mapping[str, bytes]]:
-    """(commit, files of the tree with its .git, files of the private git data); cached: a task is opened often."""
+def _base(files: str) -> tuple[Mapping[str, bytes], Base]:
+    """The files of the tree with its .git, and the base; cached, because a task is opened many times."""
     tree = {path: text.encode() for path, text in json.loads(files).items()}
     commit, store = one_commit(tree)
-    # git calls a folder a repository only when objects/ and refs/ are there; both are, through their contents
-    return (commit, tree | {f".git/{path}": data for path, data in store.items()},
-            {f"git/{path}": data for path, data in store.items()}
-            | {"git/config": PRIVATE_CONFIG, "git/info/attributes": ATTRIBUTES})
+    private = store | {"config": PRIVATE_CONFIG, "info/attributes": ATTRIBUTES}
+    return (tree | {f".git/{path}": data for path, data in store.items()},
+            Base(commit, {f"git/{path}": data for path, data in private.items()}))
 
 
 def extract_patch(box) -> bytes:
     """The work tree against the base commit, as a git patch; b"" when nothing changed. Raises Broke."""
     assert box.base, "prepare() comes first"
-    code, out, err = box.trusted(EXTRACT.format(commit=box.base))
+    box.put(box.base.private, private=True)
+    code, out, err = box.trusted(EXTRACT.format(commit=box.base.commit))
     if code:
         raise Broke(f"git cannot make the patch: {_text(err)}")
     return out

@@ -1,0 +1,225 @@
+"""Did a patch solve its task? The hidden tests, run in a fresh sandbox, decide.
+
+Order: the agent's patch without test files and test infrastructure -> the official test patch -> the test command
+-> its log parsed -> FAIL_TO_PASS and PASS_TO_PASS looked up by exact name -> the log held against the runner's own
+summary and exit status. A verdict that cannot be trusted is `valid=False`: it is no reward of 0 and must not train.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import posixpath
+import re
+import shlex
+import sys
+import time
+from dataclasses import dataclass, field, replace
+from typing import Callable, Mapping
+
+from oprd.sandbox.box import Ran, Sandbox
+from oprd.sandbox.logs import ERROR, FAILED, PASSED, XPASS, counted_passes, parse_log
+from oprd.sandbox.patches import FileChange, file_changes, unsafe
+from oprd.sandbox.repo import MAX_PATCH, apply_patch
+from oprd.sandbox.task import Task
+
+LOG_BYTES = 16 * 2**20  # kept of the test log
+INFRASTRUCTURE = ("conftest.py", "pytest.ini", ".pytest.ini", "sitecustomize.py", "usercustomize.py", "*.pth")
+SETTINGS = ("setup.cfg", "tox.ini", "pyproject.toml")  # only their test sections are infrastructure
+RUNNERS = frozenset(sys.stdlib_module_names) | {"pytest", "_pytest", "pluggy", "iniconfig", "xdist"}
+_TEST_SECTION = re.compile(r"^\[(?:tool:pytest|pytest|tool\.pytest[^\]]*|unittest)\][^\n]*\n(?:(?!\[).*(?:\n|$))*", re.M)
+
+OpenBox = Callable[[Task], Sandbox]  # gives a box that is at the task's base (repo.opener)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of grading one patch.
+
+    resolved: every FAIL_TO_PASS and PASS_TO_PASS test passed and nothing contradicts it. valid: False when the
+    evaluation itself failed. reason: one line, "" when resolved. status: test id -> PASSED, FAILED, ERROR, SKIPPED,
+    XFAIL, XPASS. failed_f2p, failed_p2p: the expected tests that did not pass (missing ones too). log: the test
+    command's whole output. touched: the paths in the patch; reverted: those of them that were left out (tests and
+    test infrastructure). exit_code: the test command's; None when it did not run. seconds: wall clock.
+    """
+
+    resolved: bool
+    valid: bool = True
+    reason: str = ""
+    status: Mapping[str, str] = field(default_factory=dict)
+    failed_f2p: tuple[str, ...] = ()
+    failed_p2p: tuple[str, ...] = ()
+    log: str = field(default="", repr=False)
+    touched: tuple[str, ...] = ()
+    reverted: tuple[str, ...] = ()
+    patch_applied: bool = False
+    patch_empty: bool = False
+    exit_code: int | None = None
+    seconds: float = 0.0
+
+
+def verify(task: Task, patch: bytes, open_box: OpenBox, seconds: float | None = None) -> Verdict:
+    """Grade `patch` in a fresh box. `seconds` limits the test command (default: the box's limit). Raises Broke."""
+    start = time.monotonic()
+    verdict = _unplayable(task, patch) or _grade(task, patch, open_box, seconds)
+    return replace(verdict, seconds=time.monotonic() - start)
+
+
+def gold_check(task: Task, open_box: OpenBox, seconds: float | None = None) -> str:
+    """Can the task be graded? "" when its own patch resolves it and no patch does not; else what is wrong."""
+    gold = verify(task, task.patch.encode(), open_box, seconds)
+    if not gold.resolved:
+        return f"{task.instance_id}: the gold patch does not resolve the task: {gold.reason}"
+    base = _grade(task, b"", open_box, seconds)
+    if not base.valid:
+        return f"{task.instance_id}: the tests cannot be graded without a patch: {base.reason}"
+    still = [t for t in task.fail_to_pass if t not in base.failed_f2p]
+    return f"{task.instance_id}: FAIL_TO_PASS test {still[0]} passes without a patch" if still else ""
+
+
+def _unplayable(task: Task, patch: bytes) -> Verdict | None:
+    """The verdict on a patch that need not run, or None."""
+    no = Verdict(False, failed_f2p=task.fail_to_pass)
+    if not task.fail_to_pass:
+        return replace(no, valid=False, reason="the task has no FAIL_TO_PASS test")
+    if not patch.strip():
+        return replace(no, patch_empty=True, reason="the patch is empty")
+    if len(patch) > MAX_PATCH:
+        return replace(no, reason=f"the patch has {len(patch)} bytes, more than {MAX_PATCH}")
+    try:
+        changes = file_changes(patch)
+    except ValueError as problem:
+        return replace(no, reason=str(problem))
+    touched = tuple(c.path for c in changes)
+    bad = next(filter(None, map(unsafe, changes)), "")
+    if bad:
+        return replace(no, reason=bad, touched=touched)
+    reverted = _protected(task, changes)
+    if set(reverted) == set(touched):
+        return replace(no, reason="the patch changes only tests and test infrastructure", touched=touched,
+                       reverted=reverted)
+    return None
+
+
+def _grade(task: Task, patch: bytes, open_box: OpenBox, seconds: float | None) -> Verdict:
+    changes = file_changes(patch)
+    reverted = _protected(task, changes)
+    verdict = Verdict(False, touched=tuple(c.path for c in changes), patch_empty=not patch, reverted=reverted,
+                      failed_f2p=task.fail_to_pass, failed_p2p=task.pass_to_pass)
+    with open_box(task) as box:
+        if patch:
+            settings = _settings(task, changes, box)
+            trouble = apply_patch(box, patch, reverted)
+            if trouble:
+                return replace(verdict, reason=f"the patch does not apply: {trouble}")
+            verdict = replace(verdict, patch_applied=True, reverted=reverted + _restore_sections(box, settings))
+        trouble = apply_patch(box, task.test_patch.encode()) if task.test_patch.strip() else ""
+        if trouble:
+            return replace(verdict, valid=False, reason=f"the test patch does not apply: {trouble}")
+        ran = box.run(_command(task), seconds, output_bytes=LOG_BYTES)
+    return _judge(task, verdict, ran)
+
+
+def _judge(task: Task, verdict: Verdict, ran: Ran) -> Verdict:
+    parser = task.install_config.get("log_parser", "pytest")
+    status = parse_log(parser, ran.output)
+    f2p, p2p = (tuple(t for t in tests if status.get(t) != PASSED) for tests in (task.fail_to_pass, task.pass_to_pass))
+    verdict = replace(verdict, status=status, failed_f2p=f2p, failed_p2p=p2p, log=ran.output, exit_code=ran.code)
+    if ran.timed_out:
+        return replace(verdict, reason="the tests ran into the time limit")
+    if not status:
+        return replace(verdict, valid=False, reason=f"no test result in the log (exit status {ran.code})")
+    failed = f2p + p2p
+    if failed:
+        what = f"{len(f2p)} of {len(task.fail_to_pass)} FAIL_TO_PASS and {len(p2p)} of {len(task.pass_to_pass)} " \
+               f"PASS_TO_PASS tests did not pass, first {failed[0]}: {status.get(failed[0], 'missing')}"
+        return replace(verdict, reason=what)
+    contradiction = _contradiction(parser, ran, status)
+    return replace(verdict, resolved=not contradiction, reason=contradiction)
+
+
+def _contradiction(parser: str, ran: Ran, status: Mapping[str, str]) -> str:
+    """What speaks against a log in which all expected tests passed (printed by the code under test?), or ""."""
+    bad = sorted(test for test, s in status.items() if s in (FAILED, ERROR, XPASS))
+    if ran.code and not bad:
+        return f"all tests in the log passed, but the exit status is {ran.code}"
+    failures = [test for test in bad if status[test] != XPASS]  # only a strict XPASS fails a run
+    if not ran.code and failures:
+        return f"the exit status is 0, but the log says that {failures[0]} {status[failures[0]]}"
+    counted = counted_passes(parser, ran.output)
+    if counted is None:
+        return "the log has no summary of the test runner"
+    claimed = sum(s == PASSED for s in status.values())
+    if claimed > counted:
+        return f"the log claims {claimed} passed tests, the runner's summary {counted}"
+    return ""
+
+
+def _command(task: Task) -> str:
+    command = task.install_config.get("test_cmd")
+    if not command:
+        raise ValueError(f"{task.instance_id}: install_config.test_cmd is empty; it must hold the test command")
+    return command if isinstance(command, str) else " && ".join(command)
+
+
+def _protected(task: Task, changes: list[FileChange]) -> tuple[str, ...]:
+    """The paths of a patch that grading leaves at base: official tests, tests that were there from the start, and
+    what steers the test runner. Whatever the task's own fix changes is source."""
+    official = {c.path for c in file_changes(task.test_patch.encode())}
+    source = {c.path for c in file_changes(task.patch.encode())} - official
+    return tuple(c.path for c in changes if c.path not in source and (
+        any(_overlap(c.path, path) for path in official) or _is_infrastructure(c)
+        or not c.added and _is_test(c.path)))
+
+
+def _overlap(one: str, other: str) -> bool:
+    """The same path, or one would be a folder above the other."""
+    return one == other or one.startswith(other + "/") or other.startswith(one + "/")
+
+
+def _is_infrastructure(change: FileChange) -> bool:
+    name = posixpath.basename(change.path)
+    if any(fnmatch.fnmatchcase(name, pattern) for pattern in INFRASTRUCTURE):
+        return True
+    module = change.path.removesuffix("/__init__.py").removesuffix(".py")
+    return change.added and change.path != module and module in RUNNERS  # would be imported instead of the real one
+
+
+def _is_test(path: str) -> bool:
+    *folders, name = path.split("/")
+    return bool({"test", "tests", "testing"} & set(folders)) or re.fullmatch(r"test_.*\.py|.*_test\.py|tests\.py",
+                                                                              name) is not None
+
+
+def _settings(task: Task, changes: list[FileChange], box: Sandbox) -> dict[str, bytes | None]:
+    """The shared settings files the patch touches (the fix's own excepted), as they are at base; None: not there."""
+    source = {c.path for c in file_changes(task.patch.encode())}
+    found: dict[str, bytes | None] = {}
+    for change in changes:
+        if posixpath.basename(change.path) in SETTINGS and change.path not in source:
+            try:
+                found[change.path] = box.read(change.path)
+            except OSError:
+                found[change.path] = None
+    return found
+
+
+def _restore_sections(box: Sandbox, settings: Mapping[str, bytes | None]) -> tuple[str, ...]:
+    """Put back the settings files whose test sections changed. Their paths."""
+    restored = []
+    for path, before in settings.items():
+        try:
+            after = box.read(path)
+        except OSError:
+            after = b""
+        if _sections(before or b"") == _sections(after):
+            continue
+        if before is None:
+            box.trusted(f"rm -f -- {shlex.quote(path)}")
+        else:
+            box.write(path, before)
+        restored.append(path)
+    return tuple(restored)
+
+
+def _sections(data: bytes) -> list[str]:
+    return _TEST_SECTION.findall(data.decode("utf-8", "replace"))
