@@ -110,6 +110,8 @@ class Reminders(Section):
     classes: tuple[Literal["R1", "R2", "R3", "R4"], ...] = Field(("R1", "R2", "R3", "R4"),
                                                                  description="reminder classes in use")
     disabled: tuple[str, ...] = Field((), description="rubric categories that are switched off")
+    micro_texts: bool = Field(True, description="the rubric's short texts for MicroSWE's tiny models")
+    family_cap: int = Field(4, ge=0, description="most contextual reminders of one family in a trajectory (paper: 1)")
     rubric: str = Field("", description="a rubric file of your own, on top of ours")
     budget: int = Field(4, ge=0, description="most local reminders in one trajectory (the paper does not say)")
 

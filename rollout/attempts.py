@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Callable, Sequence
 
@@ -75,8 +75,8 @@ class Attempts:
                 on_done(outcome)
             return outcome
 
-        def work(verifier: ThreadPoolExecutor) -> None:
-            with self.engine.worker():
+        def work(verifier: ThreadPoolExecutor, announced: ExitStack) -> None:
+            with announced:
                 while not stop.is_set():
                     with lock:
                         item = next(queue, None)
@@ -89,8 +89,11 @@ class Attempts:
                         raise
 
         with ThreadPoolExecutor(self.verifiers) as verifier, ThreadPoolExecutor(self.workers) as pool:
-            workers = [pool.submit(work, verifier) for _ in range(min(self.workers, len(attempts)))]
-            for worker in workers:
+            # All are announced before the first runs: a lock-step engine must know from the start whom to wait for.
+            announced = [ExitStack() for _ in range(min(self.workers, len(attempts)))]
+            for stack in announced:
+                stack.enter_context(self.engine.worker())
+            for worker in [pool.submit(work, verifier, stack) for stack in announced]:
                 worker.result()
             return [future.result() for future in graded]
 

@@ -1,0 +1,94 @@
+"""The rollout side of a run, put together from its settings: sandboxes, the agent's limits, reminders."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Iterator, Mapping
+
+from oprd.core.chat import Chat
+from oprd.core.config import Config, Eval, Rollout
+from oprd.rollout.agent import AgentLimits, Remind
+from oprd.rollout.attempts import Attempts, Outcome
+from oprd.rollout.engine import Engine, Sampling
+from oprd.rollout.events import class_events
+from oprd.rollout.global_reminder import global_reminder
+from oprd.rollout.judge import Judge, NoJudge
+from oprd.rollout.rubric import MICRO, Rubric, load_rubric
+from oprd.rollout.scripted import ScriptedJudge
+from oprd.rollout.select import SelectSettings, annotate_trajectory, remind
+from oprd.rollout.teach import Reminded
+from oprd.sandbox.box import Limits, Sandbox
+from oprd.sandbox.local import LocalSandbox
+from oprd.sandbox.repo import prepare
+from oprd.sandbox.sweep import run_label, sweep
+from oprd.sandbox.task import Task
+
+
+class Harness:
+    """Opens sandboxes and answers for reminders. `start()` removes what killed runs left behind."""
+
+    def __init__(self, config: Config, chat: Chat):
+        """Raises ValueError or FileNotFoundError for a rubric file or category that does not exist."""
+        self.config, self.chat = config, chat
+        s, r = config.sandbox, config.reminders
+        self.limits = Limits(command_s=s.command_s, cpu_s=s.command_s, memory_mib=s.memory_mib,
+                             output_bytes=s.output_bytes)
+        self.label = run_label(Path(config.run.folder))
+        self.rubric: Rubric = load_rubric(*([MICRO] if r.micro_texts else []), *([r.rubric] if r.rubric else []))
+        for name in r.disabled:
+            if name not in self.rubric:
+                raise ValueError(f"reminders.disabled names {name!r}, which is no category of the rubric")
+        scripted = r.judge == "scripted"
+        self.judge: Judge = ScriptedJudge(self.rubric) if scripted else NoJudge()
+        scopes = tuple(name for name, on in (("global", r.global_), ("local", r.local)) if on)
+        self.selection = SelectSettings(budget=r.budget, family_cap=r.family_cap, classes=r.classes, off=r.disabled,
+                                        scopes=scopes)
+
+    @contextmanager
+    def open_box(self, task: Task) -> Iterator[Sandbox]:
+        """A fresh sandbox at the task's base commit. Raises Broke."""
+        with self._new_box(task) as box:
+            prepare(task, box)
+            yield box
+
+    def _new_box(self, task: Task) -> Sandbox:
+        if self.config.sandbox.kind == "local":
+            return LocalSandbox({}, self.limits, self.label)
+        from oprd.sandbox.docker_box import DockerSandbox  # the docker SDK is an extra
+
+        image = task.image_name or self.config.sandbox.image
+        if not image:
+            raise ValueError(f"{task.instance_id} names no image; set sandbox.image")
+        return DockerSandbox(image, self.limits, self.label)
+
+    def sweep(self) -> list[str]:
+        """End what killed runs left on this machine; returns what was removed."""
+        if self.config.sandbox.kind == "local":
+            return sweep()
+        import docker
+
+        return sweep(docker.from_env())
+
+    def pool(self, engine: Engine, sampling: Rollout | Eval) -> Attempts:
+        """Runs attempts under this run's limits, sampling as the given section says."""
+        r, stop = self.config.rollout, self.chat.stop_ids
+        limits = AgentLimits(self.config.chat.system, r.max_turns, r.max_context_tokens, r.max_turn_tokens,
+                             r.max_malformed, r.attempt_s, self.config.sandbox.command_s)
+        how = Sampling(sampling.temperature, sampling.top_p, r.max_turn_tokens, tuple(stop))
+        return Attempts(engine, self.chat, self.open_box, limits, how, r.workers, r.verifiers)
+
+    def remind(self) -> Remind:
+        """Reminders at run time: passive mode, one-shot."""
+        return remind(self.rubric, self.judge, self.selection)
+
+    def reminded(self, outcome: Outcome) -> Reminded:
+        """The reminders of a finished attempt, for its teacher."""
+        task, trajectory = outcome.attempt.task, outcome.trajectory
+        local = annotate_trajectory(task.problem_statement, trajectory, self.rubric, self.judge, self.selection)
+        whole = global_reminder(task, outcome.verdict) if "global" in self.selection.scopes else None
+        return Reminded(whole, local.reminders)
+
+    def events(self, outcome: Outcome) -> Mapping[str, int]:
+        """Error events of a finished attempt by class, each fine category at most once."""
+        return class_events(outcome.attempt.task.problem_statement, outcome.trajectory, self.rubric, self.judge)

@@ -1,0 +1,126 @@
+"""MicroSWE's files: what `--stage microswe` writes under run.folder/data.
+
+    coding_sft.jsonl        chat rows of the expert's clean solutions, each really executed and verified
+    if_sft.jsonl            chat rows in which an inserted reminder is followed (see `expert.py`), and clean rows
+    oprd_tasks.jsonl        task rows; validation_tasks.jsonl: task rows with names no training row has
+    tokenizer.json          a small BPE of the rows' text
+
+Recordings are executed once and then written under several consistent renamings (`microswe.relabel`).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Callable, Iterable, Sequence
+
+from oprd.core.chat import Chat
+from oprd.rollout.attempts import OpenBox
+from oprd.rollout.expert import Remind, chat_row, mistake, perform, recovery_rows, solution
+from oprd.rollout.global_reminder import global_reminder
+from oprd.sandbox.microswe import FAMILIES, Difficulty, generate, relabel, relabelling
+from oprd.sandbox.repo import extract_patch
+from oprd.sandbox.task import Task
+from oprd.sandbox.verify import verify
+
+# Numbers of the training family are split between the files, so that no two share a task.
+STREAMS = {"coding": 1, "if": 2, "oprd": 3, "validation": 4}
+
+
+@dataclass(frozen=True)
+class Recorder:
+    """Executes scripts in sandboxes. `remind` is the reminder pipeline that runs beside the scripted mistakes."""
+
+    open_box: OpenBox
+    remind: Remind
+    system: str
+    threads: int
+
+    def coding(self, tasks: Sequence[Task], done: Callable[[], None]) -> list[dict[str, Any]]:
+        """One clean, verified solution a task."""
+        return self._each(tasks, self._solve, done)
+
+    def following(self, tasks: Sequence[Task], done: Callable[[], None]) -> list[dict[str, Any]]:
+        """The IF rows of one scripted mistake a task, and of one really failed attempt."""
+        return self._each(tasks, self._follow, done)
+
+    def _each(self, tasks, record, done) -> list[dict[str, Any]]:
+        def one(task: Task) -> list[dict[str, Any]]:
+            rows = record(task)
+            done()
+            return rows
+
+        with ThreadPoolExecutor(self.threads) as pool:
+            return [row for rows in pool.map(one, tasks) for row in rows]
+
+    def _solve(self, task: Task, start=None) -> list[dict[str, Any]]:
+        with self.open_box(task) as box:
+            steps = perform(task, box, solution(task))
+            patch = extract_patch(box)
+        verdict = verify(task, patch, self.open_box)
+        if not verdict.resolved:
+            raise RuntimeError(f"the expert did not solve {task.instance_id}: {verdict.log[-500:]}")
+        kind = "global" if start else "solution"
+        return [chat_row(f"{task.instance_id}/{kind}", self.system, task, steps, [True] * len(steps), start=start)]
+
+    def _follow(self, task: Task) -> list[dict[str, Any]]:
+        rng = random.Random(task.instance_id)
+        wrong, recovery = mistake(task, rng)
+        with self.open_box(task) as box:
+            steps = perform(task, box, [*wrong, *recovery], self.remind)
+        rows = recovery_rows(task.instance_id, self.system, task, steps, len(wrong))
+        return rows + self._retry(task, wrong)
+
+    def _retry(self, task: Task, wrong) -> list[dict[str, Any]]:
+        """A clean solution under the Global Reminder of the mistaken attempt, if that attempt is eligible."""
+        with self.open_box(task) as box:
+            perform(task, box, wrong)
+            patch = extract_patch(box)
+        reminder = global_reminder(task, verify(task, patch, self.open_box)) if patch else None
+        return self._solve(task, reminder) if reminder else []
+
+
+def tasks_of(stream: str, seed: int, count: int, difficulty: Difficulty, kind: str | None = None) -> list[Task]:
+    family = "validation" if stream == "validation" else "train"
+    return [generate(seed * len(STREAMS) * 2 + STREAMS[stream], i, family, kind, difficulty) for i in range(count)]
+
+
+def renamed(rows: Iterable[dict[str, Any]], copies: int) -> list[dict[str, Any]]:
+    """Every row, and `copies - 1` consistent renamings of it into other training names."""
+    rows = list(rows)
+    result = list(rows)
+    for row in rows:
+        text = json.dumps(row["messages"])
+        for copy in range(1, copies):
+            names = relabelling(text, random.Random(f"{row['id']}/{copy}"))
+            result.append({**row, "id": f"{row['id']}~{copy}", "messages": json.loads(relabel(text, names))})
+    return result
+
+
+def corpus(rows: Sequence[dict[str, Any]], chat_frame: Callable[[dict[str, Any]], str]) -> list[str]:
+    """Text to train the tokenizer on: the rows as they will be read, and the training names often enough that their
+    syllables become tokens before any accidental pair of letters does (validation names are not shown)."""
+    return [chat_frame(row) for row in rows] + [" ".join(FAMILIES["train"])] * 200
+
+
+def frame(row: dict[str, Any]) -> str:
+    """A row's text with tool calls in the XML form, without control tokens."""
+    parts = []
+    for message in row["messages"]:
+        parts.append(f"{message['role']}\n{message.get('content') or ''}")
+        for call in message.get("tool_calls", ()):
+            function = call["function"]
+            values = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in function["arguments"].items())
+            parts.append(f"\n<function={function['name']}>\n{values}</function>\n")
+    return "\n".join(parts)
+
+
+def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Written aside and renamed, so a reader never sees half a file."""
+    aside = path.with_name(path.name + ".tmp")
+    aside.parent.mkdir(parents=True, exist_ok=True)
+    aside.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    aside.rename(path)

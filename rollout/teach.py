@@ -1,0 +1,65 @@
+"""From a judged attempt to what it teaches: which tokens, which loss, how much. One named fate an attempt."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Callable, Mapping, Sequence
+
+from oprd.core.types import Example, Reminder
+from oprd.rollout.attempts import Outcome
+from oprd.rollout.views import student_example, teacher_view
+
+Encode = Callable[[str], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Reminded:
+    """The reminders a finished attempt gets for its teacher: `local[k]` was fired by observation k."""
+
+    global_: Reminder | None
+    local: Mapping[int, Reminder]
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What one attempt teaches. fate is `trained_success`, `trained_failure` or `dropped_<why>`; exactly the trained
+    ones have an example."""
+
+    fate: str
+    example: Example | None = None
+    reminders: Reminded | None = None
+
+
+class OutcomeRouting:
+    """OPRD (paper 2.3): a verified success is imitated, a failure is distilled from the teacher that sees reminders.
+
+    routing=False distils every attempt (the paper's OPSD row). without_reminder says what becomes of an attempt to be
+    distilled for which no reminder was found: its teacher would read what the student read, so the loss could only
+    pull towards an older self; `drop` is the default (open in the paper), `distil` keeps it.
+    """
+
+    def __init__(self, remind: Callable[[Outcome], Reminded], encode: Encode, routing: bool = True,
+                 without_reminder: str = "drop"):
+        self.remind, self.encode = remind, encode
+        self.routing, self.without_reminder = routing, without_reminder
+
+    def __call__(self, outcome: Outcome) -> Lesson:
+        if outcome.trouble:
+            return Lesson(f"dropped_{outcome.trouble}")
+        trajectory, source = outcome.trajectory, outcome.attempt.id
+        if not trajectory.turns:
+            return Lesson("dropped_no_turn")
+        if outcome.verdict.resolved and self.routing:
+            return Lesson("trained_success", student_example(trajectory, {"nll": 1.0}, "success", source=source))
+        reminders = self.remind(outcome)
+        if not reminders.global_ and not reminders.local and self.without_reminder == "drop":
+            return Lesson("dropped_no_reminder")
+        view = teacher_view(trajectory, self.encode, reminders.global_, reminders.local)
+        example = student_example(trajectory, {"kl": 1.0}, "failure", view, source)
+        return Lesson("trained_failure", example, reminders)
+
+
+def fates(lessons: Sequence[Lesson]) -> Counter:
+    """How many attempts ended in each fate; the counts add up to the attempts asked for."""
+    return Counter(lesson.fate for lesson in lessons)
