@@ -1,0 +1,50 @@
+"""Error events: which process errors a finished trajectory shows, for the tables of eval and annotate.
+
+The same detectors as the reminders (hard rules first, the judge second) with other counting: no caps and no budget,
+but each category at most once in a trajectory. Its coarse class comes from the rubric.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Iterable
+
+from oprd.core.types import Trajectory
+from oprd.rollout.judge import Case, Judge
+from oprd.rollout.rubric import CLASSES, Rubric
+from oprd.rollout.select import (SelectSettings, boundaries, contextual_candidates, hard_candidates, unsupported)
+
+
+@dataclass(frozen=True)
+class Event:
+    """The first time a trajectory shows an error of this category: after observation `turn`."""
+
+    category: str
+    class_: str
+    turn: int
+    evidence: str
+
+
+def error_events(statement: str, trajectory: Trajectory, rubric: Rubric, judge: Judge,
+                 settings: SelectSettings = SelectSettings()) -> tuple[Event, ...]:
+    """The events of one trajectory in turn order; settings' scopes, budget and family cap play no part."""
+    events: dict[str, Event] = {}
+    for k, turns in boundaries(trajectory):
+        case = Case(statement, turns)
+        for candidate in [*hard_candidates(case, rubric), *contextual_candidates(case, judge)]:
+            if candidate.category not in events and unsupported(candidate, case, rubric, settings) is None:
+                events[candidate.category] = Event(candidate.category, rubric[candidate.category].class_, k,
+                                                   candidate.evidence)
+    return tuple(events.values())
+
+
+def count_by_class(trajectories_events: Iterable[Iterable[Event]]) -> dict[str, int]:
+    """Class -> events over many trajectories; all four classes are present."""
+    counts = Counter(event.class_ for events in trajectories_events for event in events)
+    return {class_: counts[class_] for class_ in CLASSES}
+
+
+def count_by_category(trajectories_events: Iterable[Iterable[Event]]) -> dict[str, int]:
+    """Category -> trajectories that show it, the most frequent first."""
+    return dict(Counter(event.category for events in trajectories_events for event in events).most_common())

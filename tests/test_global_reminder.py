@@ -1,0 +1,135 @@
+"""The Global Reminder: only for attempts that ran and failed, root causes first, five at most, nothing leaked."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from oprd.rollout.global_reminder import MAX_SIGNALS, find_signals, global_reminder, leaks, rank
+from oprd.sandbox.microswe import generate
+from oprd.sandbox.task import Task
+
+ASSERTION = """\
+test_bolo (test_zuvo.Test.test_bolo) ... ok
+test_kemi (test_zuvo.Test.test_kemi) ... FAIL
+
+======================================================================
+FAIL: test_kemi (test_zuvo.Test.test_kemi)
+----------------------------------------------------------------------
+Traceback (most recent call last):
+  File "/tmp/box7/repo/tests/test_zuvo.py", line 8, in test_kemi
+    self.assertEqual(m.kemi(), "lami")
+AssertionError: 'zuvo' != 'lami'
+- zuvo
++ lami
+
+
+----------------------------------------------------------------------
+Ran 2 tests in 0.001s
+
+FAILED (failures=1)
+"""
+
+
+def task(patch="", test_patch="", targets=("test_kemi (test_zuvo.Test.test_kemi)",),
+         keep=("test_bolo (test_zuvo.Test.test_bolo)",)):
+    return Task("t", "r", "0", "s", patch, test_patch, targets, keep, {})
+
+
+def verdict(**changed):
+    whole = dict(resolved=False, valid=True, patch_empty=False, patch_applied=True, touched=("src/zuvo.py",),
+                 status={"test_bolo (test_zuvo.Test.test_bolo)": "PASSED",
+                         "test_kemi (test_zuvo.Test.test_kemi)": "FAILED"}, log=ASSERTION)
+    return SimpleNamespace(**{**whole, **changed})
+
+
+def block(test, raised):
+    return f"{'=' * 70}\nERROR: {test} (test_x.T.{test})\n{'-' * 70}\nTraceback (most recent call last):\n" \
+           f'  File "/b/tests/test_x.py", line 3, in {test}\n    m.f()\n{raised}\n\n'
+
+
+def test_a_hand_worked_failure_gives_this_text():
+    reminder = global_reminder(task(), verdict())
+    assert reminder.text == ("Rejected: 1 passed, 1 failed. Changed src/zuvo.py.\n"
+                             "tests/test_zuvo.py:8 test_kemi: AssertionError: 'zuvo' != 'lami'\n"
+                             "Read the task again and make one consistent fix.")
+    assert (reminder.class_, reminder.turn, reminder.confidence) == ("G", -1, 1.0)
+
+
+@pytest.mark.parametrize("gate", [{"resolved": True}, {"valid": False}, {"patch_empty": True}, {"patch_applied": False}])
+def test_an_attempt_that_was_accepted_or_did_not_really_run_gets_no_reminder(gate):
+    assert global_reminder(task(), verdict(**gate)) is None
+
+
+def test_root_causes_stand_before_assertions_commands_and_the_rest():
+    raised = {"test_a": "KeyError: 'k'", "test_b": "subprocess.X: exit code 3", "test_c": "AssertionError: 1 != 2",
+              "test_d": "TypeError: f() missing 1 required positional argument: 'y'", "test_e": "NameError: name 'q' "
+              "is not defined"}
+    log = "".join(block(test, line) for test, line in raised.items())
+    assert [s.kind for s in rank(find_signals(log, list(raised)))][:3] == ["argument", "reference", "assertion"]
+    assert [s.kind for s in rank(find_signals(log, list(raised)))][-1] == "generic"
+
+
+def test_failures_with_one_root_cause_are_one_signal_and_different_assertions_are_not():
+    log = block("test_a", "NameError: name 'q' is not defined") + block("test_b", "NameError: name 'q' is not defined")
+    [signal] = rank(find_signals(log, ["test_a", "test_b"]))
+    assert signal.tests == ("test_a", "test_b")
+    log = block("test_a", "AssertionError: 1 != 2") + block("test_b", "AssertionError: 2 != 1")
+    assert len(rank(find_signals(log, ["test_a", "test_b"]))) == 2
+
+
+def test_at_most_five_signals_are_shown():
+    names = [f"test_{i}" for i in "abcdefgh"]
+    log = "".join(block(name, f"AssertionError: {name} != 1") for name in names)
+    text = global_reminder(task(targets=tuple(names), keep=()), verdict(status={}, log=log)).text
+    assert text.count("test_x.py") == MAX_SIGNALS and text.startswith("Rejected: 0 passed, 8 failed.")
+
+
+def test_a_failure_that_was_not_required_to_pass_is_not_reported():
+    log = block("test_other", "AssertionError: 1 != 2") + ASSERTION
+    assert "test_other" not in global_reminder(task(), verdict(log=log)).text
+
+
+def test_a_file_that_does_not_load_explains_all_its_tests_once():
+    log = (f"{'=' * 70}\nERROR: test_zuvo (unittest.loader._FailedTest.test_zuvo)\n{'-' * 70}\nImportError: Failed to "
+           "import test module: test_zuvo\nTraceback (most recent call last):\n  File \"/b/src/zuvo.py\", line 3\n"
+           "    return \"x\n           ^\nSyntaxError: unterminated string literal\n\n")
+    failed = ["test_kemi (test_zuvo.Test.test_kemi)", "test_bolo (test_zuvo.Test.test_bolo)"]
+    [signal] = find_signals(log, failed)
+    assert (signal.kind, signal.place) == ("syntax", "src/zuvo.py:3")
+
+
+def test_a_required_test_the_log_is_silent_about_is_still_named():
+    assert "test_kemi: did not pass" in global_reminder(task(), verdict(log="Killed")).text
+
+
+def test_pytest_and_go_logs_are_read_too():
+    pytest_log = ("____ test_a[x y] ____\n\n    def test_a():\n>       assert f() == 2\nE       assert 1 == 2\n"
+                  "E        +  where 1 = f()\n\ntests/test_p.py:5: AssertionError\n")
+    [signal] = find_signals(pytest_log, ["tests/test_p.py::test_a[x y]"])
+    assert (signal.place, signal.message) == ("tests/test_p.py:5", "assert 1 == 2")
+    summary = "FAILED tests/test_p.py::test_b - ValueError: no\n"
+    [signal] = find_signals(summary, ["tests/test_p.py::test_b"])
+    assert signal.message == "ValueError: no"
+    go = ("# m/undef\nundef/u.go:4:9: undefined: helper\nFAIL\tm/undef [build failed]\n--- FAIL: TestA (0.00s)\n"
+          "    --- FAIL: TestA/sum (0.00s)\n        f_test.go:11: got 2, want 3\nFAIL\n")
+    kinds = [(s.kind, s.place) for s in rank(find_signals(go, ["TestA/sum", "TestA"]))]
+    assert kinds == [("reference", "undef/u.go:4"), ("assertion", "f_test.go:11")]
+
+
+def test_a_signal_that_shows_a_line_of_the_reference_patch_or_of_a_hidden_test_is_left_out():
+    gold = "--- a/f\n+++ b/f\n+    return compute(total, rate)\n"
+    leaky = block("test_a", "AssertionError: expected return  compute(total, rate)") + block("test_b", "KeyError: 'k'")
+    text = global_reminder(task(gold, "", ("test_a", "test_b"), ()), verdict(status={}, log=leaky)).text
+    assert "compute" not in text and "test_b" in text
+    assert leaks("see self.assertEqual(f(1), 22)", task("", "+++ b/t\n+    self.assertEqual(f(1), 22)\n"))
+    assert not leaks("AssertionError: 1 != 22", task("", "+++ b/t\n+    self.assertEqual(f(1), 22)\n"))
+
+
+@pytest.mark.parametrize("index", range(8))
+def test_on_microswe_the_reminder_never_holds_the_reference_line(index):
+    micro = generate(3, index)
+    wrong, right, name = micro.meta["wrong"], micro.meta["right"], micro.fail_to_pass[0].split(" ")[0]
+    log = ASSERTION.replace("test_kemi", name).replace("'zuvo'", repr(wrong)).replace("lami", right)
+    status = {test: "PASSED" for test in micro.pass_to_pass}
+    reminder = global_reminder(micro, verdict(status=status, log=log))
+    assert f'return "{right}"' not in reminder.text and f"{wrong!r} != {right!r}" in reminder.text
