@@ -72,8 +72,8 @@ def topk_kl(student_hidden: Tensor, student_head: Tensor, teacher_hidden: Tensor
     if direction not in DIRECTIONS or support not in SUPPORTS:
         raise ValueError(f"direction = {direction!r} must be one of {DIRECTIONS}, support = {support!r} of {SUPPORTS}")
     assert len(student_hidden) == len(teacher_hidden), (student_hidden.shape, teacher_hidden.shape)
-    teacher = teacher_hidden.detach(), teacher_head.detach()
-    loss, *stats = _TopkKL.apply(student_hidden, student_head, *teacher, k, float(temperature), direction, support)
+    student, teacher = (student_hidden, student_head), (teacher_hidden, teacher_head)
+    loss, *stats = _TopkKL.apply(*student, *teacher, k, float(temperature), direction, support)
     return loss, SupportStats(*stats)
 
 
@@ -131,7 +131,7 @@ class _TopkKL(torch.autograd.Function):
                 d_hidden[part] = (d_logits @ W).to(hidden.dtype)
             if d_head is not None:
                 d_head.addmm_(d_logits.T, h)
-        return d_hidden, None if d_head is None else d_head.to(head.dtype), *[None] * 6
+        return d_hidden, None if d_head is None else d_head.to(head.dtype), *[None] * 6  # none for the teacher
 
 
 def conditional_kl(z: Tensor, zt: Tensor, temperature: float, direction: str) -> tuple[Tensor, Tensor]:

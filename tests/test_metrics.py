@@ -40,8 +40,9 @@ def test_both_files_hold_the_same_numbers_at_explicit_steps(tmp_path):
         log.write(0, {"train/loss": Mean(3.0, 2), "none": Mean(0, 0)})
         log.write(5, {"train/loss": Mean(0.5), "eval/rate": Last(0.25)})
         log.write(5, {"late": Last(float("nan"))})
-    assert lines(tmp_path / "run") == [{"step": 0, "train/loss": 1.5}, {"step": 5, "train/loss": 0.5, "eval/rate": 0.25},
-                                       {"step": 5, "late": None}]
+    assert lines(tmp_path / "run") == [
+        {"step": 0, "train/loss": 1.5}, {"step": 5, "train/loss": 0.5, "eval/rate": 0.25}, {"step": 5, "late": None},
+    ]
     assert curve(tmp_path / "run", "train/loss") == [(0, 1.5), (5, 0.5)]
     assert curve(tmp_path / "run", "eval/rate") == [(5, 0.25)]
 

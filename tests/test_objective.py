@@ -46,6 +46,11 @@ def test_rows_without_a_unit_are_trajectories_of_their_own():
     assert final([example([1, 1]), example([1])], aggregate="trajectory") == [[0.25, 0.25], [0.5]]
 
 
+def test_a_trajectory_without_tokens_is_not_counted():
+    empty = example([0, 0], unit="a")
+    assert final([empty, example([1, 1], unit="b")], aggregate="trajectory") == [[0, 0], [0.5, 0.5]]
+
+
 def test_raw_weights_scale_the_loss_and_not_the_denominator():
     assert final([example([2.0, -1.0])]) == [[1.0, -0.5]]
 
@@ -82,10 +87,11 @@ class Table:
         self.table = torch.randn(V, V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         self.table.requires_grad_()
         self.head_weight = torch.eye(V, dtype=torch.float64)
-        self.read = 0
+        self.read, self.with_graph = 0, False
 
     def hidden(self, ids, cu_seqlens, positions=None):
         self.read += len(ids)
+        self.with_graph = torch.is_grad_enabled()
         return self.table[ids]
 
 
@@ -103,7 +109,7 @@ def test_the_loss_is_the_formula_of_the_paper_written_out():
     assert shown["distillation/kl"] == pytest.approx(kl.item())
     assert shown["distillation/student_mass"] == pytest.approx(1.0)
     loss.backward()
-    assert teacher.table.grad is None
+    assert teacher.table.grad is None and teacher.read == 5 and not teacher.with_graph and model.with_graph
 
 
 def test_the_teacher_is_not_read_when_nothing_is_distilled():

@@ -98,6 +98,7 @@ def test_training_lowers_both_losses():
                               distillation=Distillation(k=5), max_norm=10.0)) for _ in range(15)]
     for name in ("train/nll", "distillation/kl", "train/loss"):
         assert seen[-1][name] < 0.8 * seen[0][name], name
+    assert all(p.grad is None for p in student.parameters())  # freed before the next rollout
     assert seen[0]["train/learning_rate"] == 3e-3 and seen[0]["train/gradient_norm"] > 0
 
 
