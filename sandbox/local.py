@@ -62,6 +62,17 @@ def launcher() -> tuple[str, ...]:
     return ()
 
 
+def _new_folder(run_folder: Path) -> Path:
+    """A folder of its own inside the run's. The run's goes whenever its last box closes, so it may go in between."""
+    for attempt in range(100):
+        try:
+            run_folder.mkdir(mode=0o700, exist_ok=True)
+            return Path(tempfile.mkdtemp(prefix="box-", dir=run_folder))
+        except (FileNotFoundError, FileExistsError):
+            if attempt == 99:
+                raise
+
+
 def environment(folder: Path, label: str) -> dict[str, str]:
     """A command's whole environment: nothing is inherited, so no token or key of the trainer's can leak."""
     tmp = "/tmp" if launcher() and _tmp_can_be_masked() else str(folder / "tmp")
@@ -92,8 +103,7 @@ class LocalSandbox:
         self.base: object = None  # what prepare() recorded about the base tree
         try:
             run_folder = Path(tempfile.gettempdir()) / f"{FOLDER_PREFIX}{label}"
-            run_folder.mkdir(mode=0o700, exist_ok=True)
-            self.folder = Path(tempfile.mkdtemp(prefix="box-", dir=run_folder))
+            self.folder = _new_folder(run_folder)
             for name in ("repo", "tmp", "private"):
                 (self.folder / name).mkdir()
         except OSError as problem:
