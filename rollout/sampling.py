@@ -11,6 +11,8 @@ from torch import Tensor
 
 from oprd.rollout.engine import Sampling
 
+LIKELIEST = 64  # tokens looked at first for top-p; a full sort follows only when they do not reach it
+
 
 class Sampler:
     """Rows 0..N-1 are occupied; leave(row) moves the last row into the hole, as the decoder does."""
@@ -47,11 +49,11 @@ class Sampler:
         FloatingPointError: logits hold NaN or infinity."""
         rows = torch.arange(first, self.n)
         logprobs = torch.log_softmax(logits / self.temperature[first : self.n], dim=-1)
-        kept = logprobs.double().exp_()
+        kept = logprobs.exp()
         top_p = self.top_p[first : self.n]
         if (top_p < 1).any():
             kept = torch.where(top_p < 1, _nucleus(kept, top_p), kept)
-        sums = kept.cumsum(-1)
+        sums = kept.cumsum(-1, dtype=torch.float64)
         if not sums[:, -1].isfinite().all():
             raise FloatingPointError("logits are not finite: the weights have diverged")
         targets = self.uniforms[rows, self.count[first : self.n], None] * sums[:, -1:]
@@ -71,8 +73,15 @@ class Sampler:
 
 
 def _nucleus(probabilities: Tensor, top_p: Tensor) -> Tensor:
-    """Probabilities [N, V] with all but the smallest set of likeliest tokens that reaches top_p [N, 1] set to 0."""
-    order = probabilities.argsort(dim=-1, descending=True, stable=True)
-    ordered = probabilities.gather(-1, order)
-    before = ordered.cumsum(-1) - ordered  # mass of the likelier tokens; 0 for the first, which always stays
-    return torch.zeros_like(ordered).scatter_(-1, order, ordered.masked_fill_(before >= top_p, 0.0))
+    """Probabilities [N, V] with all but the smallest set of likeliest tokens that reaches top_p [N, 1] set to 0.
+
+    Tokens exactly as likely as the last of that set stay too.
+    """
+    most = probabilities.shape[1]
+    for count in sorted({min(LIKELIEST, most), most}):
+        ordered = probabilities.topk(count, dim=-1).values
+        sums = ordered.cumsum(-1, dtype=torch.float64)
+        if count == most or (sums[:, -1:] >= top_p).all():
+            break
+    kept = (sums - ordered < top_p).sum(-1, keepdim=True)  # mass of the likelier ones; 0 for the first, which stays
+    return probabilities.masked_fill(probabilities < ordered.gather(-1, kept - 1), 0.0)

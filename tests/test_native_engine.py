@@ -216,6 +216,11 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it_and_draws_by_probability()
     kept = {q: _nucleus(p, torch.tensor([[q]], dtype=torch.float64)).tolist()[0] for q in (0.4, 0.5, 0.6, 0.8, 1.0)}
     assert kept == {0.4: [0, 0.5, 0, 0], 0.5: [0, 0.5, 0, 0], 0.6: [0, 0.5, 0, 0.25], 0.8: [0, 0.5, 0.15, 0.25],
                     1.0: [0.1, 0.5, 0.15, 0.25]}
+    flat = torch.full((2, 500), 1 / 500)  # the set is larger than the tokens looked at first
+    flat[0, 7], flat[1] = 1.0, flat[1] * torch.linspace(0.5, 1.5, 500)
+    sizes = (_nucleus(flat / flat.sum(-1, keepdim=True), torch.tensor([[0.4], [0.9]], dtype=torch.float64)) > 0).sum(-1)
+    # row 1: the density falls from 1.5 to 0.5, so 1.5 x - x^2 / 2 = 0.9 at x = 0.829, that is 415 of 500
+    assert sizes.tolist() == [1, pytest.approx(415, abs=1)]
     n = 4000
     sampler = Sampler(n)
     for seed in range(n):
