@@ -1,7 +1,8 @@
 """Error events: which process errors a finished trajectory shows, for the tables of eval and annotate.
 
 The same detectors as the reminders (hard rules first, the judge second) with other counting: no caps and no budget,
-but each category at most once in a trajectory. Its coarse class comes from the rubric.
+but each category at most once in a trajectory. Its coarse class comes from the rubric. A reminder of phase
+`before_edit` warns in time; an error it is only when the next call edits all the same, which an audit may look at.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Iterable
 from oprd.core.types import Trajectory
 from oprd.rollout.judge import Case, Judge
 from oprd.rollout.rubric import CLASSES, Rubric
-from oprd.rollout.select import (SelectSettings, boundaries, contextual_candidates, hard_candidates, unsupported)
+from oprd.rollout.select import SelectSettings, boundaries, contextual_candidates, hard_candidates, unsupported
+from oprd.rollout.toolresult import kind_of
 
 
 @dataclass(frozen=True)
@@ -33,10 +35,17 @@ def error_events(statement: str, trajectory: Trajectory, rubric: Rubric, judge: 
     for k, turns in boundaries(trajectory):
         case = Case(statement, turns)
         for candidate in [*hard_candidates(case, rubric), *contextual_candidates(case, judge)]:
-            if candidate.category not in events and unsupported(candidate, case, rubric, settings) is None:
+            if candidate.category in events or unsupported(candidate, case, rubric, settings):
+                continue
+            if rubric[candidate.category].phase != "before_edit" or _edits(trajectory, k + 1):
                 events[candidate.category] = Event(candidate.category, rubric[candidate.category].class_, k,
                                                    candidate.evidence)
     return tuple(events.values())
+
+
+def _edits(trajectory: Trajectory, k: int) -> bool:
+    call = trajectory.turns[k].call if k < len(trajectory.turns) else None
+    return call is not None and kind_of(call.name) == "edit"
 
 
 def count_by_class(trajectories_events: Iterable[Iterable[Event]]) -> dict[str, int]:

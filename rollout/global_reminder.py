@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Iterable, Mapping, Protocol, Sequence
+from typing import Iterable, Sequence
 
 from oprd.core.types import Reminder
 from oprd.sandbox.task import Task
+from oprd.sandbox.verify import Verdict
 
 CATEGORY = "test_outcome_feedback"
 MAX_SIGNALS = 5
@@ -47,18 +48,6 @@ PLACE = re.compile(r"(?:File \"(?P<py>[^\"]+)\", line (?P<pyline>\d+))|^\s*(?P<f
 COMPILER = re.compile(r"^(?P<file>(?:\./)?[\w./-]+\.\w+):(?P<line>\d+):\d+: (?:error: )?(?P<message>.+)$", re.M)
 
 
-class Graded(Protocol):
-    """What is read of a Verdict."""
-
-    resolved: bool
-    valid: bool  # False: the machine failed, or the record is not to be retried
-    patch_empty: bool
-    patch_applied: bool
-    status: Mapping[str, str]
-    log: str
-    touched: Sequence[str]
-
-
 @dataclass(frozen=True)
 class Signal:
     """One root cause: its kind and rank, the tests it failed, where, and the message."""
@@ -73,21 +62,20 @@ class Signal:
         return " ".join(part for part in (self.place, _named(self.tests) + ":", self.message) if part)
 
 
-def global_reminder(task: Task, verdict: Graded) -> Reminder | None:
+def global_reminder(task: Task, verdict: Verdict) -> Reminder | None:
     """The Global Reminder of one finished attempt, or None when it is not eligible (see `ineligible`)."""
     if ineligible(verdict):
         return None
-    targets = [*task.fail_to_pass, *task.pass_to_pass]
-    failed = [test for test in targets if not _passed(verdict.status.get(test, ""))]
+    failed = verdict.failed_f2p + verdict.failed_p2p
+    passed = len(task.fail_to_pass) + len(task.pass_to_pass) - len(failed)
+    touched = tuple(path for path in verdict.touched if path not in verdict.reverted)
     signals = [s for s in rank(find_signals(verdict.log, failed)) if not leaks(s.line(), task)][:MAX_SIGNALS]
-    head = f"Rejected: {len(targets) - len(failed)} passed, {len(failed)} failed."
-    if verdict.touched:
-        head += f" Changed {_named(tuple(verdict.touched))}."
+    head = f"Rejected: {passed} passed, {len(failed)} failed. Changed {_named(touched)}."
     text = "\n".join([head, *(signal.line() for signal in signals), ADVICE])
     return Reminder(CATEGORY, "G", text, evidence=", ".join(failed[:MAX_SIGNALS]))
 
 
-def ineligible(verdict: Graded) -> str | None:
+def ineligible(verdict: Verdict) -> str | None:
     """Why an attempt gets no Global Reminder, or None when it may have one."""
     if not verdict.valid:
         return "the verdict is not valid"
@@ -95,7 +83,9 @@ def ineligible(verdict: Graded) -> str | None:
         return "the attempt was accepted"
     if verdict.patch_empty:
         return "the patch is empty"
-    return None if verdict.patch_applied else "the patch did not apply"
+    if not verdict.patch_applied:
+        return "the patch did not apply"
+    return None if verdict.failed_f2p or verdict.failed_p2p else "no required test failed"
 
 
 def find_signals(log: str, failed: Sequence[str]) -> list[Signal]:
@@ -181,7 +171,3 @@ def _short(test: str) -> str:
 def _named(names: tuple[str, ...]) -> str:
     more = len(names) - MAX_NAMED
     return ", ".join(names[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "") or "build"
-
-
-def _passed(status: str) -> bool:
-    return str(getattr(status, "value", status)).upper().startswith(("PASS", "OK", "XFAIL"))

@@ -166,7 +166,7 @@ TOOLCHAIN = re.compile(
     r"(^|: )go(fmt)?: (command )?not found|does not match go tool version|requires go1?[\d.]+ or later \(-lang|"
     r"package (slices|maps|cmp|iter|unique|weak|structs|log/slog|math/rand/v2|testing/\w+|go/version|io/fs|embed|"
     r"net/netip|hash/maphash|crypto/\w+) is not in (std|GOROOT)|^note: module requires Go|"
-    r"invalid go version|unknown directive: toolchain|go\.mod file indicates go [\d.]+, but|cannot find main module's go|"
+    r"invalid go version|unknown directive: toolchain|go\.mod file indicates go [\d.]+, but|"
     r"the Go language version \(go[\d.]+\) used to build|^go: no such tool|unsupported GOOS/GOARCH|"
     r"version of Go .* (is|are) (too old|not supported)|fork/exec .*/go/.*(exec format|permission)", re.I)
 GO_HEADS = {"go", "gofmt", "golangci-lint", "make", "goimports", "staticcheck", "gopls"}

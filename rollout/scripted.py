@@ -105,7 +105,8 @@ def _wrong_branch(case: Case, ask: Ask) -> Found:
     if ask.literal and conditions and ask.literal not in conditions:
         yield "strict_one_condition_literal", 0.95, f"the edit is anchored at {conditions[-1]!r}", {}
     elif definitions and ask.function not in definitions:
-        yield "sibling_scenario_invariant", 0.95, f"the edit is anchored at {definitions[-1]}", {"name": definitions[-1]}
+        evidence = f"the edit is anchored at {definitions[-1]}"
+        yield "sibling_scenario_invariant", 0.95, evidence, {"name": definitions[-1]}
 
 
 def _failed_check(case: Case, ask: Ask) -> Found:

@@ -50,8 +50,7 @@ class ToolResult:
 
     @cached_property
     def kind(self) -> str:
-        """bash, read, edit, search, glob, submit, or other."""
-        return KINDS.get(self.tool.lower(), "other")
+        return kind_of(self.tool)
 
     @cached_property
     def command(self) -> str:
@@ -100,6 +99,11 @@ class ToolResult:
         """Whether the line runs `head` with one of the sub-commands (any, when none is given)."""
         return any(words[0].rsplit("/", 1)[-1] == head and (not subcommands or set(words[1:2]) & set(subcommands))
                    for words in self.commands)
+
+
+def kind_of(tool: str) -> str:
+    """What a tool of this name does: bash, read, edit, search, glob, submit, or other."""
+    return KINDS.get(tool.lower(), "other")
 
 
 def tool_result(call: ToolCall, observation: Observation) -> ToolResult:

@@ -18,7 +18,7 @@ import numpy as np
 from oprd.core.types import Example, Reminder, Row, Trajectory, View
 
 Ids = Sequence[int]
-Encode = Callable[[str], Ids]  # a reminder's text -> the ids of its whole message, to stand before the generation prompt
+Encode = Callable[[str], Ids]  # a reminder's text -> the ids of its whole message
 
 
 def student_row(trajectory: Trajectory) -> Row:

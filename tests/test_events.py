@@ -23,10 +23,10 @@ AMBIGUOUS = edit("src/zuvo.py", Observation("Found 2 matches of the string to re
 FAILED = ToolCall("bash", {"command": "python check.py"}), Observation("FAIL test_kemi: 'a' != 'b'\nfailed 1", 1, True)
 
 
-def events(*turns, **settings):
+def events(*turns, statement=STATEMENT, **settings):
     told = Trajectory("a", "t", tuple(Turn((1,), (2,), call=c, observation=o) for c, o in turns), (9,),
                       Ending.TURN_LIMIT)
-    return error_events(STATEMENT, told, RUBRIC, ScriptedJudge(RUBRIC), SelectSettings(**settings))
+    return error_events(statement, told, RUBRIC, ScriptedJudge(RUBRIC), SelectSettings(**settings))
 
 
 def test_a_category_counts_once_at_its_first_turn_and_caps_play_no_part():
@@ -44,6 +44,13 @@ def test_one_boundary_may_show_two_errors():
 
 def test_the_gates_that_look_at_the_case_alone_still_hold():
     assert events(AMBIGUOUS, classes=("R2",)) == () and events(read("src/bado.py"), confidence=0.99) == ()
+
+
+def test_editing_before_the_named_test_was_read_is_an_error_and_running_it_first_is_none():
+    asks = "`kemi` in `src/zuvo.py` returns a wrong word, the tests tell the right one."
+    assert [e.category for e in events(read("src/zuvo.py"), edit("src/zuvo.py"), statement=asks)] == [
+        "read_failing_test_first"]
+    assert events(read("src/zuvo.py"), FAILED, edit("src/zuvo.py"), statement=asks) == ()
 
 
 def test_counts_over_trajectories_name_all_four_classes():

@@ -1,12 +1,11 @@
 """The Global Reminder: only for attempts that ran and failed, root causes first, five at most, nothing leaked."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from oprd.rollout.global_reminder import MAX_SIGNALS, find_signals, global_reminder, leaks, rank
 from oprd.sandbox.microswe import generate
 from oprd.sandbox.task import Task
+from oprd.sandbox.verify import Verdict
 
 ASSERTION = """\
 test_bolo (test_zuvo.Test.test_bolo) ... ok
@@ -36,10 +35,9 @@ def task(patch="", test_patch="", targets=("test_kemi (test_zuvo.Test.test_kemi)
 
 
 def verdict(**changed):
-    whole = dict(resolved=False, valid=True, patch_empty=False, patch_applied=True, touched=("src/zuvo.py",),
-                 status={"test_bolo (test_zuvo.Test.test_bolo)": "PASSED",
-                         "test_kemi (test_zuvo.Test.test_kemi)": "FAILED"}, log=ASSERTION)
-    return SimpleNamespace(**{**whole, **changed})
+    whole = dict(resolved=False, patch_applied=True, touched=("src/zuvo.py", "tests/test_zuvo.py"), log=ASSERTION,
+                 reverted=("tests/test_zuvo.py",), failed_f2p=("test_kemi (test_zuvo.Test.test_kemi)",))
+    return Verdict(**{**whole, **changed})
 
 
 def block(test, raised):
@@ -55,7 +53,8 @@ def test_a_hand_worked_failure_gives_this_text():
     assert (reminder.class_, reminder.turn, reminder.confidence) == ("G", -1, 1.0)
 
 
-@pytest.mark.parametrize("gate", [{"resolved": True}, {"valid": False}, {"patch_empty": True}, {"patch_applied": False}])
+@pytest.mark.parametrize("gate", [{"resolved": True}, {"valid": False}, {"patch_empty": True},
+                                  {"patch_applied": False}, {"failed_f2p": ()}])
 def test_an_attempt_that_was_accepted_or_did_not_really_run_gets_no_reminder(gate):
     assert global_reminder(task(), verdict(**gate)) is None
 
@@ -80,7 +79,7 @@ def test_failures_with_one_root_cause_are_one_signal_and_different_assertions_ar
 def test_at_most_five_signals_are_shown():
     names = [f"test_{i}" for i in "abcdefgh"]
     log = "".join(block(name, f"AssertionError: {name} != 1") for name in names)
-    text = global_reminder(task(targets=tuple(names), keep=()), verdict(status={}, log=log)).text
+    text = global_reminder(task(targets=tuple(names), keep=()), verdict(failed_f2p=tuple(names), log=log)).text
     assert text.count("test_x.py") == MAX_SIGNALS and text.startswith("Rejected: 0 passed, 8 failed.")
 
 
@@ -119,7 +118,7 @@ def test_pytest_and_go_logs_are_read_too():
 def test_a_signal_that_shows_a_line_of_the_reference_patch_or_of_a_hidden_test_is_left_out():
     gold = "--- a/f\n+++ b/f\n+    return compute(total, rate)\n"
     leaky = block("test_a", "AssertionError: expected return  compute(total, rate)") + block("test_b", "KeyError: 'k'")
-    text = global_reminder(task(gold, "", ("test_a", "test_b"), ()), verdict(status={}, log=leaky)).text
+    text = global_reminder(task(gold, "", ("test_a", "test_b"), ()), verdict(failed_f2p=("test_a", "test_b"), log=leaky)).text
     assert "compute" not in text and "test_b" in text
     assert leaks("see self.assertEqual(f(1), 22)", task("", "+++ b/t\n+    self.assertEqual(f(1), 22)\n"))
     assert not leaks("AssertionError: 1 != 22", task("", "+++ b/t\n+    self.assertEqual(f(1), 22)\n"))
@@ -130,6 +129,5 @@ def test_on_microswe_the_reminder_never_holds_the_reference_line(index):
     micro = generate(3, index)
     wrong, right, name = micro.meta["wrong"], micro.meta["right"], micro.fail_to_pass[0].split(" ")[0]
     log = ASSERTION.replace("test_kemi", name).replace("'zuvo'", repr(wrong)).replace("lami", right)
-    status = {test: "PASSED" for test in micro.pass_to_pass}
-    reminder = global_reminder(micro, verdict(status=status, log=log))
+    reminder = global_reminder(micro, verdict(failed_f2p=micro.fail_to_pass, log=log))
     assert f'return "{right}"' not in reminder.text and f"{wrong!r} != {right!r}" in reminder.text

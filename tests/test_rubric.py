@@ -45,7 +45,8 @@ def test_the_text_of_every_category_is_short_and_no_two_are_the_same():
 
 def test_slots_are_filled_from_what_is_given_and_an_unfilled_one_is_an_error():
     category = load_rubric(MICRO)["named_path_over_neighbor"]
-    assert category.text(path="src/a.py") == "Not this file: the task names src/a.py. Read src/a.py and edit only there."
+    text = category.text(path="src/a.py")
+    assert text == "Not this file: the task names src/a.py. Read src/a.py and edit only there."
     with pytest.raises(KeyError):
         category.text(name="x")
 

@@ -96,7 +96,7 @@ def test_the_rules_are_pure_and_have_no_opinion_on_plain_success():
 
 
 @pytest.mark.parametrize("line, commands", [
-    ("cd a && FOO=1 go test ./...; echo 'x; go build'", (("cd", "a"), ("go", "test", "./..."), ("echo", "x; go build"))),
+    ("cd a && B=1 go test ./...; echo 'x; go build'", (("cd", "a"), ("go", "test", "./..."), ("echo", "x; go build"))),
     ("timeout 5 env A=b pytest -q | tail -3", (("pytest", "-q"), ("tail", "-3"))),
     ('bash -lc "go vet ./a || true"', (("go", "vet", "./a"), ("true",))),
     ("go build \\\n ./a\ngo test", (("go", "build", "./a"), ("go", "test"))),
