@@ -97,7 +97,6 @@ class Rollout(Section):
 
 class SandboxSettings(Section):
     kind: Literal["local", "docker"] = Field("local", description="local is no security boundary; docker is one")
-    image: str = Field("", description="docker: image for tasks that name none")
     command_s: float = Field(20.0, gt=0, description="seconds of wall clock for one command")
     memory_mib: int = Field(1024, ge=16, description="memory of one sandbox")
     output_bytes: int = Field(4096, ge=64, description="bytes of a command's output an agent sees, head and tail")

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Iterator, Mapping
+from typing import Mapping
 
 from oprd.core.chat import Chat
 from oprd.core.config import Config, Eval, Rollout
 from oprd.rollout.agent import AgentLimits, Remind
-from oprd.rollout.attempts import Attempts, Outcome
+from oprd.rollout.attempts import Attempts, OpenBox, Outcome
 from oprd.rollout.engine import Engine, Sampling
-from oprd.rollout.events import class_events
+from oprd.rollout.events import count_by_class, error_events
 from oprd.rollout.global_reminder import global_reminder
 from oprd.rollout.judge import Judge, NoJudge
 from oprd.rollout.rubric import MICRO, Rubric, load_rubric
 from oprd.rollout.scripted import ScriptedJudge
 from oprd.rollout.select import SelectSettings, annotate_trajectory, remind
 from oprd.rollout.teach import Reminded
-from oprd.sandbox.box import Limits, Sandbox
-from oprd.sandbox.local import LocalSandbox
-from oprd.sandbox.repo import prepare
+from oprd.sandbox.box import Limits
+from oprd.sandbox.opener import opener
 from oprd.sandbox.sweep import run_label, sweep
-from oprd.sandbox.task import Task
 
 
 class Harness:
@@ -32,9 +28,10 @@ class Harness:
         """Raises ValueError or FileNotFoundError for a rubric file or category that does not exist."""
         self.config, self.chat = config, chat
         s, r = config.sandbox, config.reminders
-        self.limits = Limits(command_s=s.command_s, cpu_s=s.command_s, memory_mib=s.memory_mib,
+        limits = Limits(command_s=s.command_s, cpu_s=s.command_s, memory_mib=s.memory_mib,
                              output_bytes=s.output_bytes)
-        self.label = run_label(Path(config.run.folder))
+        # a fresh sandbox at a task's base commit; raises Broke
+        self.open_box: OpenBox = opener(s.kind, limits, run_label(config.run.folder))
         self.rubric: Rubric = load_rubric(*([MICRO] if r.micro_texts else []), *([r.rubric] if r.rubric else []))
         for name in r.disabled:
             if name not in self.rubric:
@@ -44,23 +41,6 @@ class Harness:
         scopes = tuple(name for name, on in (("global", r.global_), ("local", r.local)) if on)
         self.selection = SelectSettings(budget=r.budget, family_cap=r.family_cap, classes=r.classes, off=r.disabled,
                                         scopes=scopes)
-
-    @contextmanager
-    def open_box(self, task: Task) -> Iterator[Sandbox]:
-        """A fresh sandbox at the task's base commit. Raises Broke."""
-        with self._new_box(task) as box:
-            prepare(task, box)
-            yield box
-
-    def _new_box(self, task: Task) -> Sandbox:
-        if self.config.sandbox.kind == "local":
-            return LocalSandbox({}, self.limits, self.label)
-        from oprd.sandbox.docker_box import DockerSandbox  # the docker SDK is an extra
-
-        image = task.image_name or self.config.sandbox.image
-        if not image:
-            raise ValueError(f"{task.instance_id} names no image; set sandbox.image")
-        return DockerSandbox(image, self.limits, self.label)
 
     def sweep(self) -> list[str]:
         """End what killed runs left on this machine; returns what was removed."""
@@ -91,4 +71,5 @@ class Harness:
 
     def events(self, outcome: Outcome) -> Mapping[str, int]:
         """Error events of a finished attempt by class, each fine category at most once."""
-        return class_events(outcome.attempt.task.problem_statement, outcome.trajectory, self.rubric, self.judge)
+        found = error_events(outcome.attempt.task.problem_statement, outcome.trajectory, self.rubric, self.judge)
+        return count_by_class([found])

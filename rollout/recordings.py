@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Iterable, Sequence
 
-from oprd.core.chat import Chat
 from oprd.rollout.attempts import OpenBox
 from oprd.rollout.expert import Remind, chat_row, mistake, perform, recovery_rows, solution
 from oprd.rollout.global_reminder import global_reminder
@@ -100,13 +99,13 @@ def renamed(rows: Iterable[dict[str, Any]], copies: int) -> list[dict[str, Any]]
     return result
 
 
-def corpus(rows: Sequence[dict[str, Any]], chat_frame: Callable[[dict[str, Any]], str]) -> list[str]:
+def corpus(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Text to train the tokenizer on: the rows as they will be read, and the training names often enough that their
     syllables become tokens before any accidental pair of letters does (validation names are not shown)."""
-    return [chat_frame(row) for row in rows] + [" ".join(FAMILIES["train"])] * 200
+    return [_frame(row) for row in rows] + [" ".join(FAMILIES["train"])] * 200
 
 
-def frame(row: dict[str, Any]) -> str:
+def _frame(row: dict[str, Any]) -> str:
     """A row's text with tool calls in the XML form, without control tokens."""
     parts = []
     for message in row["messages"]:
