@@ -41,6 +41,9 @@ class ModelConfig:
     pad_token_id: int | None = None
 
     def __post_init__(self):
+        for f in fields(self)[:7]:  # the sizes
+            if getattr(self, f.name) < 1:
+                raise ValueError(f"{f.name} = {getattr(self, f.name)} must be at least 1")
         if not self.layer_types:
             object.__setattr__(self, "layer_types", ("full_attention",) * self.num_hidden_layers)
         if len(self.layer_types) != self.num_hidden_layers:

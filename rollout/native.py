@@ -50,7 +50,7 @@ class _Request:
 
 
 class NativeEngine:
-    """Implements rollout.engine.Engine. The model is copied (to float32); load() brings new weights.
+    """Implements rollout.engine.Engine on the CPU. The model is copied, in float32; load() brings new weights.
 
     rows: requests decoded together. cached_tokens: tokens kept over all idle sessions; beyond it the session whose
     last turn lies furthest back is dropped (it is prefilled again when it returns).
@@ -61,7 +61,8 @@ class NativeEngine:
         if rows < 1:
             raise ValueError(f"rows = {rows} must be at least 1")
         self.version = version
-        self._model = copy.deepcopy(model).float().eval().requires_grad_(False)
+        self._model = copy.deepcopy(model).to("cpu", torch.float32).requires_grad_(False)
+        self._model.zero_grad(set_to_none=True)  # deepcopy brought the gradients along
         self._rows, self._cached_tokens, self._lockstep = rows, cached_tokens, lockstep
         self._decoder = self._model.decoder(rows)
         self._sampler = Sampler(rows)
@@ -114,13 +115,18 @@ class NativeEngine:
 
     def load(self, weights: Any, version: int) -> None:
         """Take new weights (a model or its state dict), drop every cache, serve as `version`. RuntimeError while
-        requests run or wait: their samples would come from two policies."""
+        requests run or wait: their samples would come from two policies. ValueError: weights of another model; the
+        old ones then go on serving."""
         state: Mapping[str, Tensor] = weights if isinstance(weights, Mapping) else weights.state_dict()
         with self._changed:
             self._refuse_if_down()
             busy = len(self._pending) + len(self._admitted) + len(self._running)
             if busy:
                 raise RuntimeError(f"cannot load version {version} while {busy} requests run or wait")
+            own = self._model.state_dict()
+            wrong = sorted(own.keys() ^ state.keys() or (n for n in own if own[n].shape != state[n].shape))
+            if wrong:
+                raise ValueError(f"version {version}: weights do not fit the engine's model, first at {wrong[0]}")
             self._model.load_state_dict(state)
             self._decoder = self._model.decoder(self._rows)
             self._sessions.clear()
@@ -147,6 +153,8 @@ class NativeEngine:
             raise ValueError(f"temperature = {s.temperature} must be at least 0")
         if not 0 < s.top_p <= 1:
             raise ValueError(f"top_p = {s.top_p} must be above 0 and at most 1")
+        if not 0 <= seed < 2**63:
+            raise ValueError(f"seed = {seed} must be from 0 to 2^63 - 1")
         return _Request(session, context, s, seed, frozenset(s.stop_ids))
 
     def _refuse_if_down(self) -> None:

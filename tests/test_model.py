@@ -100,6 +100,7 @@ def test_config_survives_json_in_the_new_and_in_the_old_form():
     ({"num_key_value_heads": 4}, "num_attention_heads = 6 must be a multiple of num_key_value_heads = 4"),
     ({"layer_types": ["full_attention"]}, "layer_types names 1 layers, num_hidden_layers = 2"),
     ({"layer_types": ["full_attention", "mamba"]}, "layer_types holds 'mamba'"),
+    ({"hidden_size": 0}, "hidden_size = 0 must be at least 1"),
     ({"head_dim": 7}, "head_dim = 7 must be even"),
 ])
 def test_a_config_we_cannot_run_is_one_line_that_says_why(change, words):

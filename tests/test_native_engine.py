@@ -1,6 +1,5 @@
 """rollout/native.py: samples equal the plain model's, are reproducible in lock-step, and nobody ever hangs."""
 
-import math
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,6 @@ from oprd.core.decode import Decoder
 from oprd.core.model import Model, ModelConfig
 from oprd.rollout.engine import Sampling
 from oprd.rollout.native import NativeEngine
-from oprd.rollout.sampling import Sampler, _nucleus
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.timeout(60)
@@ -211,36 +209,6 @@ def test_continuous_lets_a_short_request_leave_and_a_new_one_join_while_a_long_o
             long.result(timeout=10)
 
 
-def test_top_p_keeps_the_smallest_set_that_reaches_it_and_draws_by_probability():
-    p = torch.tensor([[0.1, 0.5, 0.15, 0.25]], dtype=torch.float64)
-    kept = {q: _nucleus(p, torch.tensor([[q]], dtype=torch.float64)).tolist()[0] for q in (0.4, 0.5, 0.6, 0.8, 1.0)}
-    assert kept == {0.4: [0, 0.5, 0, 0], 0.5: [0, 0.5, 0, 0], 0.6: [0, 0.5, 0, 0.25], 0.8: [0, 0.5, 0.15, 0.25],
-                    1.0: [0.1, 0.5, 0.15, 0.25]}
-    flat = torch.full((2, 500), 1 / 500)  # the set is larger than the tokens looked at first
-    flat[0, 7], flat[1] = 1.0, flat[1] * torch.linspace(0.5, 1.5, 500)
-    sizes = (_nucleus(flat / flat.sum(-1, keepdim=True), torch.tensor([[0.4], [0.9]], dtype=torch.float64)) > 0).sum(-1)
-    # row 1: the density falls from 1.5 to 0.5, so 1.5 x - x^2 / 2 = 0.9 at x = 0.829, that is 415 of 500
-    assert sizes.tolist() == [1, pytest.approx(415, abs=1)]
-    n = 4000
-    sampler = Sampler(n)
-    for seed in range(n):
-        sampler.join(Sampling(0.5, 0.7, 1, ()), seed)
-    drawn = sampler.sample(p.float().sqrt().log().expand(n, 4), 0)  # temperature 0.5 squares: back to p
-    share = torch.tensor(drawn).bincount(minlength=4) / n
-    assert share[0] == share[2] == 0
-    assert abs(share[1].item() - 2 / 3) < 4 * math.sqrt(2 / 9 / n)  # four standard deviations
-    assert sampler.leave(0, 1) == pytest.approx([math.log([0.1, 0.5, 0.15, 0.25][drawn[0]])], abs=1e-5)
-
-
-def test_a_request_draws_the_same_numbers_whatever_its_length_limit():
-    drawn = []
-    for most in (1, 7, 64, 1000):
-        sampler = Sampler(1)
-        sampler.join(Sampling(1.0, 1.0, most, ()), seed=9)
-        drawn.append(sampler.uniforms[0, :most])
-    assert all(torch.equal(short, drawn[-1][: len(short)]) for short in drawn)
-
-
 def test_beyond_the_budget_the_oldest_sessions_go_first():
     with an_engine(cached_tokens=50) as engine:
         for name in ("a", "b", "c"):
@@ -264,6 +232,17 @@ def test_load_brings_new_weights_and_drops_every_cache():
             done = engine.generate("s", context, GREEDY, 0)
             assert done.logprobs == pytest.approx(plain_logprobs(new, context, done.ids)[0], abs=1e-4)
             assert (done.version, engine.version) == (version, version)
+
+
+def test_weights_of_another_model_are_refused_and_the_old_ones_go_on_serving():
+    with an_engine() as engine:
+        before = engine.generate("a", [1, 2], GREEDY, 0)
+        state = a_model(1).state_dict()
+        with pytest.raises(ValueError, match="do not fit the engine's model, first at lm_head.weight"):
+            engine.load({name: t for name, t in state.items() if name != "lm_head.weight"}, 1)
+        with pytest.raises(ValueError, match="first at model.norm.weight"):
+            engine.load({**state, "model.norm.weight": torch.ones(5)}, 1)
+        assert engine.generate("b", [1, 2], GREEDY, 0) == before
 
 
 def test_load_is_refused_while_a_request_waits():
@@ -312,6 +291,11 @@ def test_closing_wakes_whoever_waits():
         with pytest.raises(RuntimeError, match="closed"):
             waiting.result(timeout=10)
     assert not engine._thread.is_alive()
+
+
+def test_a_seed_no_generator_takes_is_refused():
+    with an_engine() as engine, pytest.raises(ValueError, match="seed = -1 must be from 0"):
+        engine.generate("s", [1], GREEDY, -1)
 
 
 @pytest.mark.parametrize("context, sampling, words", [
