@@ -45,15 +45,16 @@ def go_fmt_cross_dir(result: ToolResult) -> str | None:
 AMBIGUOUS = re.compile(r"found \d+ (matches|occurrences)|multiple (matches|occurrences) of|matches \d+ (places|lines|"
                        r"locations)|(appears|occurs|found) (\d+ times|more than once|multiple times)|"
                        r"(is not|must be) unique|\d+ (matches|occurrences) (of|for) (the )?(string|old_string)", re.I)
+REFUSED = re.compile(rf"^(ERROR|No replacement was performed).*({AMBIGUOUS.pattern})", re.I)
 EDITORS = re.compile(r"str_replace|file_editor|apply_edit")
 
 
 def ambiguous_edit_old_string(result: ToolResult) -> str | None:
-    if result.kind == "edit":
-        return _line(result, AMBIGUOUS) if result.failed else None
-    if not EDITORS.search(result.command):  # scaffolds whose editor is a shell program; some exit 0 on errors
-        return None
-    return _line(result, re.compile(rf"^(ERROR|No replacement was performed).*({AMBIGUOUS.pattern})", re.I))
+    if result.kind == "edit" and result.failed:
+        return _line(result, AMBIGUOUS)
+    if result.kind == "edit" or EDITORS.search(result.command):  # some scaffolds' editors report success on errors
+        return _line(result, REFUSED)
+    return None
 
 
 GO_DIAGNOSTIC = re.compile(r"^(?:vet: )?(?:\./|/|\.\./)?[\w./@+-]+\.go:\d+:\d+: (?P<what>.+)")
@@ -69,7 +70,8 @@ IMPORT_CYCLE = re.compile(r"import cycle not allowed")
 
 def _go_diagnostics(result: ToolResult) -> list[tuple[str, str]]:
     """(the line, the whole diagnostic with its indented continuation) of every Go compiler diagnostic."""
-    if not result.runs("go", "build", "test", "vet", "run", "install", "generate", "list", "tool"):
+    builds = result.runs("go", "build", "test", "vet", "run", "install", "generate", "list", "tool")
+    if not builds and not (result.heads & {"make", "just", "mage", "bazel"} and result.failed):
         return []
     found: list[list[str]] = []
     for line in result.lines:
@@ -94,7 +96,8 @@ def go_compile_error(result: ToolResult) -> str | None:
 
 AUTH = re.compile(
     r"\b40[13]\b.*(unauthori[sz]ed|forbidden|client error)|returned error: 40[13]\b|HTTP/[\d.]+ 40[13]\b|HTTP 40[13]\b|"
-    r"unauthenticated|authentication (failed|required|is required|error)|requires authentication|bad credentials|"
+    r"status code:? 40[13]\b|unauthenticated|bad credentials|"
+    r"authentication (failed|required|is required|error)|requires authentication|"
     r"could not read (username|password)|permission denied \(publickey|\bGH_TOKEN\b|gh auth login|ENEEDAUTH|need auth|"
     r"not logged in|must (be logged|log) in|(invalid|expired|missing|no) (api[ -]?key|access token|token|credentials?|"
     r"identity)|(token|credentials?|session) (has |have )?(is )?(expired|invalid|not found)|permission[_ ]?denied:|"
@@ -104,7 +107,8 @@ DISCOVERY_TOOL = re.compile(r"search|retriev|context|lookup|find|index|mcp__|fet
 
 def semantic_search_auth(result: ToolResult) -> str | None:
     if result.kind == "bash":
-        helper = result.failed and not is_test(result) and not (result.heads and result.heads <= PRINTERS)
+        fetched = result.heads & {"curl", "wget", "http"} and len(result.lines) <= 3  # exits 0 on an error page
+        helper = (result.failed or fetched) and not is_test(result) and not (result.heads and result.heads <= PRINTERS)
     else:
         helper = result.kind in ("search", "glob") or (result.kind == "other" and DISCOVERY_TOOL.search(result.tool))
         helper = helper and (result.failed or len(result.lines) <= 3)
@@ -112,13 +116,14 @@ def semantic_search_auth(result: ToolResult) -> str | None:
 
 
 BAD_SEARCH = re.compile(
-    r"^(rg: )?regex parse error|^(rg: )?(unrecognized file type|error parsing glob|unrecognized flag)|^Search failed|"
+    r"^(rg: )?(regex parse error|unrecognized file type|error parsing (glob|flag)|unrecognized flag)|^Search failed|"
     r"^(rg: )?the literal .* is not allowed in a regex|^error: (Found argument|unexpected argument|The argument|"
     r"The following required|Invalid value)|^(rg: )?PCRE2: error|"
     r"^[efz]?grep: (Unmatched|Invalid|Trailing backslash|unrecognized option|invalid option|option|lookbehind|"
     r"unmatched|missing|quantifier|nothing to repeat|character class|the -P|conflicting|stray|unbalanced|.*: Is a dir|"
     r"exceeded PCRE|reference to non-existent|range out of order|invalid|regular expression|unknown)|"
-    r"^Usage: [efz]?grep|^find: (unknown|missing argument|Unknown|paths must precede|invalid|Invalid|possible unquoted|"
+    r"^Usage: [efz]?grep|^find: (unknown|Unknown|Expected|missing argument|paths must precede|invalid|Invalid|"
+    r"possible unquoted|"
     r"unrecognized|I cannot|.*regular expression)|^[gm]?awk: .*(missing|syntax error|unterminated|regular expression)|"
     r"unexpected EOF while looking for matching|^(ag|ack|fd): .*(pattern|regex)|^fatal: command line, .*(Unmatched|"
     r"Invalid)|^ERR: Bad regex|^.{0,40}Invalid regexp?|InputValidationError")
@@ -162,7 +167,9 @@ def mockey_gcflags(result: ToolResult) -> str | None:
 
 
 TOOLCHAIN = re.compile(
-    r"^go: .*requires go ?>= ?[\d.]+|^go: .*toolchain not available|^go: download go1\.|^go: cannot find GOROOT|"
+    r"^go: .*requires go ?>= ?[\d.]+|^go: .*toolchain not available|^go: download go1\.|"
+    r"^go: cannot find (GOROOT|\"go1)|"
+    r"^go: .* requires cgo|C compiler .* not found|"
     r"(^|: )go(fmt)?: (command )?not found|does not match go tool version|requires go1?[\d.]+ or later \(-lang|"
     r"package (slices|maps|cmp|iter|unique|weak|structs|log/slog|math/rand/v2|testing/\w+|go/version|io/fs|embed|"
     r"net/netip|hash/maphash|crypto/\w+) is not in (std|GOROOT)|^note: module requires Go|"
@@ -202,12 +209,14 @@ NO_FILE = re.compile(
     r"^(?!\s).*: No such file or directory( \(os error 2\))?$|^(\S+: )?can't open file .*No such file|"
     r"^(\S*Error: )?\[Errno 2\] No such file|FileNotFoundError: .*No such file|^(stat|open|lstat) .*: no such file|"
     r"can't open patch .*No such file|^fatal: .*(did not match any files|unknown revision or path not in|"
-    r"no such path)|^The path .* does not exist|^error: pathspec .* did not match|^Error: ENOENT|"
+    r"no such path|does not exist in)|^The path .* does not exist|^error: pathspec .* did not match|^Error: ENOENT|"
     r"^Error: Cannot find module '/.*\.\w+'|^(sh|bash|dash)?: ?.*: (\d+: )?\./\S+: not found|"
-    r"cannot (open|access|stat) '.*No such file|^(\S+: )?no such file or directory: ", re.I)
+    r"cannot (open|access|stat) .*No such file|manifest path .* does not exist$|"
+    r"^\w+: No such file or directory -- |^(\S+: )?no such file or directory: ", re.I)
 NO_TEST_FILE = re.compile(r"^ERROR: (file or directory not found|not found): |^pattern .*: .*(no such|not found)|"
                           r"^stat .*(directory not found|no such file)|can't open file .*No such file|"
-                          r"^(bash|sh|make|cat|cd|gofmt|\S+/?\S+): .*No such file or directory$|"
+                          r"^(bash|sh|make|cat|cd|ls|/bin/\w+): .*No such file or directory$|"
+                          r"no required module provides package \S+\.go;|manifest path .* does not exist$|"
                           r"^go: .*(no such file|directory not found)|^FAIL\s+\S+ \[setup failed\]$", re.I)
 NO_TOOL_PATH = re.compile(r"^(error: )?((the )?(file|path|directory)\b.*(does not exist|not found|doesn't exist)|"
                           r".*no such (file|path|directory)|[\w./-]*[./][\w./-]* does not exist|ENOENT)", re.I)

@@ -24,13 +24,15 @@ KINDS = {
     "grep": "search", "glob": "glob", "ls": "glob", "submit": "submit", "finish": "submit",
 }
 PATH_ARGUMENTS = ("path", "file_path", "filename", "file", "notebook_path")
-WRAPPERS = {"sudo": 0, "time": 0, "env": 0, "nice": 0, "command": 0, "exec": 0, "xargs": 0, "nohup": 0, "timeout": 1}
+WRAPPERS = {"sudo": 0, "time": 0, "env": 0, "nice": 0, "command": 0, "exec": 0, "xargs": 0, "nohup": 0, "timeout": 1,
+            "npx": 0}
+RUNNERS = {"uv": "run", "poetry": "run", "pipenv": "run", "bundle": "exec"}  # wrappers with this word after them
 TESTERS = {"pytest", "py.test", "tox", "nosetests", "jest", "vitest", "mocha", "rspec", "phpunit", "ctest", "ruff",
            "tsc", "flake8", "mypy", "eslint", "gofmt", "goimports", "golangci-lint", "javac", "gcc", "g++", "make"}
 SUBCOMMANDS = {"go": {"test", "build", "vet", "run", "fmt", "install"}, "npm": {"test", "run"}, "yarn": {"test"},
                "pnpm": {"test"}, "cargo": {"test", "build", "check", "clippy", "fmt"}, "mvn": None, "gradle": None,
                "./gradlew": None, "git": {"diff", "status"}, "node": {"--test"}, "cmake": {"--build"},
-               "bundle": {"exec"}, "rake": None, "dotnet": {"test", "build"}}
+               "rake": None, "dotnet": {"test", "build"}}
 PYTHON_MODULES = {"pytest", "unittest", "py_compile", "compileall", "tox", "mypy", "ruff", "doctest"}
 PYTHON_SCRIPT = re.compile(r"(^|/)(check|run_?tests?|tests?|test_\w+|\w+_test)\.py$")
 ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -168,6 +170,8 @@ def _bare(words: list[str]) -> list[str]:
     while words:
         if re.match(r"[A-Za-z_]\w*=", words[0]):
             words = words[1:]
+        elif words[0] in RUNNERS and words[1:2] == [RUNNERS[words[0]]]:
+            words = words[2:]
         elif words[0] in WRAPPERS:
             skip = WRAPPERS[words[0]]
             words = words[1:]
@@ -186,4 +190,4 @@ def _unfold(line: str) -> list[str]:
         event = json.loads(line)
     except json.JSONDecodeError:
         return [line]
-    return str(event.get("Output", "")).splitlines() if isinstance(event, dict) else [line]
+    return str(event.get("Output", "")).splitlines() if "Action" in event else [line]
