@@ -22,7 +22,8 @@ class _Statuses(dict):
 
 # unittest ------------------------------------------------------------------------------------------------------
 
-_U_HEAD = re.compile(r"(?P<name>\w+) \((?P<where>[\w.<>]+)\)(?P<sub>(?: [\[(][^\n]*?[\])])?)(?P<doc>\n(?!\w+ \()[^\n]*?)? \.\.\. ")
+_U_HEAD = re.compile(r"(?P<name>\w+) \((?P<where>[\w.<>]+)\)(?: [\[(][^\n]*?[\])])?"  # test, perhaps a subtest
+                     r"(?:\n(?!\w+ \()[^\n]*?)? \.\.\. ")  # perhaps the first line of its docstring
 _U_STATUS = {"ok": PASSED, "FAIL": FAILED, "ERROR": ERROR, "expected failure": XFAIL, "unexpected success": XPASS}
 _U_SECTION = re.compile(r"^={70}\n(FAIL|ERROR|UNEXPECTED SUCCESS): (\w+) \(([\w.<>]+)\)", re.M)
 _U_RAN = re.compile(r"^Ran (\d+) tests? in [\d.]+s$", re.M)
@@ -52,16 +53,17 @@ def parse_unittest(log: str) -> dict[str, str]:
 
 
 def _unittest_status(segment: str) -> str | None:
-    """The status in the text between a test's name and the next test's: at once, or on a line of its own."""
-    for number, line in enumerate(segment.split("\n")):
-        line = line.strip() if number == 0 else line
+    """The status in the text between a test's name and the next test's.
+
+    It comes at once, or, after other output, on a line of its own, or glued to the end of output without a line end.
+    """
+    lines = re.split(r"^(?:-{70}|={70})$", segment, maxsplit=1, flags=re.M)[0].strip().split("\n")
+    for line in lines:
         if line in _U_STATUS:
             return _U_STATUS[line]
-        if line.startswith("skipped ") and line[8:9] in "'\"":
+        if line.startswith(("skipped '", 'skipped "')):
             return SKIPPED
-        if line == "-" * 70 or line == "=" * 70:
-            break
-    return None
+    return next((status for word, status in _U_STATUS.items() if lines[-1].endswith(word)), None)
 
 
 def _unittest_passes(log: str) -> int | None:
@@ -75,7 +77,8 @@ _WORD = "PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS"
 _P_PROGRESS = re.compile(rf"^(\S.*?) ({_WORD})(?: \(.*\))?(?: +\[ *\d+%\])?$")
 _P_XDIST = re.compile(rf"^\[gw\d+\] \[ *\d+%\] ({_WORD}) (\S.*?) *$")
 _P_SHORT = re.compile(rf"^({_WORD}|SUBFAILED\(.*?\)|SUBFAILED\[.*?\]) (\S.*)$")
-_P_HEADER = re.compile(r"^=+ (?:ERRORS|FAILURES|PASSES|XFAILURES|XPASSES|warnings summary.*|short test summary info) =+$")
+_P_HEADER = re.compile(r"^=+ (?:ERRORS|FAILURES|PASSES|XFAILURES|XPASSES|warnings summary.*|"
+                       r"short test summary info) =+$")
 _P_SUMMARY = re.compile(r"^(?:=+ )?((?:\d+ [a-z]+(?:, )?)+) in [\d.]+s.*?(?: =+)?$", re.M)
 
 
@@ -128,6 +131,12 @@ PARSERS: Mapping[str, tuple[Callable[[str], dict[str, str]], Callable[[str], int
 def parse_log(parser: str, log: str) -> dict[str, str]:
     """Raises ValueError for a parser that does not exist."""
     return _parser(parser)[0](log)
+
+
+def canonical_id(parser: str, test: str) -> str:
+    """A task's test name as `parse_log` spells it."""
+    match = re.fullmatch(r"(\w+) \(([\w.<>]+)\)", test) if parser == "unittest" else None
+    return unittest_id(*match.groups()) if match else test
 
 
 def counted_passes(parser: str, log: str) -> int | None:

@@ -10,11 +10,10 @@ from __future__ import annotations
 import functools
 import json
 from dataclasses import dataclass
-from typing import Callable, Mapping
+from typing import Mapping
 
-from oprd.sandbox.box import Broke, Limits, Sandbox
+from oprd.sandbox.box import Broke
 from oprd.sandbox.gitstore import one_commit
-from oprd.sandbox.local import LocalSandbox
 from oprd.sandbox.task import Task
 
 MAX_PATCH = 4 * 2**20  # bytes; a larger one is no source change and is refused by verify()
@@ -47,30 +46,6 @@ class Base:
 
     commit: str
     private: Mapping[str, bytes]
-
-
-def opener(kind: str, limits: Limits, label: str, client=None) -> Callable[[Task], Sandbox]:
-    """A function that opens a fresh box of `kind` (`local` or `docker`) at a task's base; `label` names the run."""
-    if kind not in ("local", "docker"):
-        raise ValueError(f"sandbox kind = {kind!r} must be local or docker")
-
-    def open_box(task: Task):
-        if kind == "local":
-            if not task.files:
-                raise ValueError(f"{task.instance_id}: a local sandbox needs the task's files; use the docker sandbox")
-            box = LocalSandbox({}, limits, label)
-        else:
-            from oprd.sandbox.docker_box import DockerSandbox  # the docker SDK is an extra
-
-            box = DockerSandbox(task.image_name, limits, label, client)
-        try:
-            prepare(task, box)
-        except BaseException:
-            box.close()
-            raise
-        return box
-
-    return open_box
 
 
 def prepare(task: Task, box) -> None:

@@ -13,11 +13,12 @@ import re
 import shlex
 import sys
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Callable, Mapping
 
 from oprd.sandbox.box import Ran, Sandbox
-from oprd.sandbox.logs import ERROR, FAILED, PASSED, XPASS, counted_passes, parse_log
+from oprd.sandbox.logs import ERROR, FAILED, PASSED, XPASS, canonical_id, counted_passes, parse_log
 from oprd.sandbox.patches import FileChange, file_changes, unsafe
 from oprd.sandbox.repo import MAX_PATCH, apply_patch
 from oprd.sandbox.task import Task
@@ -26,9 +27,9 @@ LOG_BYTES = 16 * 2**20  # kept of the test log
 INFRASTRUCTURE = ("conftest.py", "pytest.ini", ".pytest.ini", "sitecustomize.py", "usercustomize.py", "*.pth")
 SETTINGS = ("setup.cfg", "tox.ini", "pyproject.toml")  # only their test sections are infrastructure
 RUNNERS = frozenset(sys.stdlib_module_names) | {"pytest", "_pytest", "pluggy", "iniconfig", "xdist"}
-_TEST_SECTION = re.compile(r"^\[(?:tool:pytest|pytest|tool\.pytest[^\]]*|unittest)\][^\n]*\n(?:(?!\[).*(?:\n|$))*", re.M)
+_TEST_SECTION = re.compile(r"^\[(?:tool:pytest|pytest|tool\.pytest[^\]]*|unittest)\][^\n]*\n(?:(?!\[).*\n)*", re.M)
 
-OpenBox = Callable[[Task], Sandbox]  # gives a box that is at the task's base (repo.opener)
+OpenBox = Callable[[Task], AbstractContextManager[Sandbox]]  # a fresh box at the task's base
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,8 @@ def _grade(task: Task, patch: bytes, open_box: OpenBox, seconds: float | None) -
 def _judge(task: Task, verdict: Verdict, ran: Ran) -> Verdict:
     parser = task.install_config.get("log_parser", "pytest")
     status = parse_log(parser, ran.output)
-    f2p, p2p = (tuple(t for t in tests if status.get(t) != PASSED) for tests in (task.fail_to_pass, task.pass_to_pass))
+    f2p, p2p = (tuple(t for t in tests if status.get(canonical_id(parser, t)) != PASSED)
+                for tests in (task.fail_to_pass, task.pass_to_pass))
     verdict = replace(verdict, status=status, failed_f2p=f2p, failed_p2p=p2p, log=ran.output, exit_code=ran.code)
     if ran.timed_out:
         return replace(verdict, reason="the tests ran into the time limit")
@@ -131,7 +133,7 @@ def _judge(task: Task, verdict: Verdict, ran: Ran) -> Verdict:
     failed = f2p + p2p
     if failed:
         what = f"{len(f2p)} of {len(task.fail_to_pass)} FAIL_TO_PASS and {len(p2p)} of {len(task.pass_to_pass)} " \
-               f"PASS_TO_PASS tests did not pass, first {failed[0]}: {status.get(failed[0], 'missing')}"
+               f"PASS_TO_PASS tests did not pass, first {failed[0]}: {status.get(canonical_id(parser, failed[0]), 'missing')}"
         return replace(verdict, reason=what)
     contradiction = _contradiction(parser, ran, status)
     return replace(verdict, resolved=not contradiction, reason=contradiction)
@@ -222,4 +224,4 @@ def _restore_sections(box: Sandbox, settings: Mapping[str, bytes | None]) -> tup
 
 
 def _sections(data: bytes) -> list[str]:
-    return _TEST_SECTION.findall(data.decode("utf-8", "replace"))
+    return _TEST_SECTION.findall(data.decode("utf-8", "replace") + "\n")
