@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Protocol
 
 from oprd.core.types import Observation, Reminder, ToolCall
-from oprd.rollout.toolresult import ToolResult, tool_result
+from oprd.rollout.toolresult import ToolResult, is_test, is_validation, same_file, tool_result
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,15 @@ class Case:
     def edited(self) -> bool:
         """Whether any successful edit is visible, taken back or not."""
         return any(r and r.kind == "edit" and not r.failed for r in self.results)
+
+    @cached_property
+    def looks_back(self) -> bool:
+        """Whether the latest call looks at the diff, or at a file that an edit in place has changed."""
+        latest = self.latest
+        if latest is None or not self.edits or latest.kind == "edit":
+            return False
+        diff = is_validation(latest) and not is_test(latest)
+        return diff or any(same_file(latest.file, self.results[k].file) for k in self.edits)
 
 
 @dataclass(frozen=True)

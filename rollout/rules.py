@@ -229,8 +229,7 @@ def missing_file_path_narrow(result: ToolResult) -> str | None:
         return None
     if is_test(result):  # a test's own output may speak of files: only what the runner itself says counts
         return _line(result, NO_TEST_FILE)
-    return None if not result.failed and result.heads <= PRINTERS | {"printf"} and result.text[:1].isdigit() else \
-        _line(result, NO_FILE)
+    return _line(result, NO_FILE)
 
 
 RULES: dict[str, Rule] = {  # the most specific first; the names are the rubric's

@@ -12,17 +12,15 @@ from typing import Callable, Iterator
 
 from oprd.rollout.judge import Candidate, Case
 from oprd.rollout.rubric import Rubric
-from oprd.rollout.toolresult import ToolResult, is_test, is_validation
+from oprd.rollout.toolresult import PATH, ToolResult, clean_path, is_test, same_file
 
 CODE = re.compile(r"`([^`]+)`")
-PATH = re.compile(r"[\w./-]*/[\w.-]+|[\w-]+\.\w{1,4}")
 TARGET = re.compile(r"(?P<name>[A-Za-z_][\w.]*)(?:\((?P<arguments>.*)\))?")
 KEPT = re.compile(r"\s*(is|are) (right|correct|fine)\b|\s*(stays?|works|must stay|must not|should stay)\b")
 TEST_FILE = re.compile(r"(^|/)(tests?/|test_|check\.py|conftest)|_test\.")
 FAILURE = re.compile(r"^(?:FAIL|FAILED|ERROR|--- FAIL):?\s+(?P<test>(?:[\w./-]+::)*[\w./-]*\w)(?=[:\s(]|$)", re.M)
 CONDITION = re.compile(r"^.*\b(?:if|elif|case|when)\b.*?[\"'](\w+)[\"']", re.M)
 DEFINITION = re.compile(r"^\s*(?:async )?(?:def|func|function|fn)\s+(\w+)", re.M)
-SHOWS_FILE = {"cat", "head", "tail", "less", "nl", "sed"}
 
 
 @dataclass(frozen=True)
@@ -42,8 +40,8 @@ def read_statement(statement: str) -> Ask:
     for quoted in CODE.finditer(statement):
         text = quoted[1].strip()
         if PATH.fullmatch(text):
-            if not KEPT.match(statement, quoted.end()) and _clean(text) not in paths:
-                paths.append(_clean(text))
+            if not KEPT.match(statement, quoted.end()) and clean_path(text) not in paths:
+                paths.append(clean_path(text))
         elif target is None:
             target = TARGET.fullmatch(text)
     literal = re.search(r"[\"'](\w+)[\"']", target["arguments"] or "") if target else None
@@ -76,29 +74,29 @@ Found = Iterator[tuple[str, float, str, dict[str, str]]]  # category, confidence
 
 def _wrong_file(case: Case, ask: Ask) -> Found:
     """The latest call edited, or read before the named path, another source file than the one the task names."""
-    path = _file_of(case.latest)
-    if ask.path is None or path is None or case.latest.failed or _same(path, ask.path) or TEST_FILE.search(path):
+    path = case.latest.file
+    if ask.path is None or path is None or case.latest.failed or same_file(path, ask.path) or TEST_FILE.search(path):
         return
     evidence = f"the task names {ask.path}; the latest call took {path}"
     if case.latest.kind == "edit":
         yield "edit_scope_evidence_guard", 0.96, evidence, {}
         yield "named_path_over_neighbor", 0.95, evidence, {}
-    elif not any(r and _same(_file_of(r), ask.path) for r in case.results):
+    elif not any(r and same_file(r.file, ask.path) for r in case.results):
         yield "named_path_over_neighbor", 0.95, evidence, {}
 
 
 def _test_not_read(case: Case, ask: Ask) -> Found:
     """The statement points at tests, the file to change has just been read, and no test was run or read."""
-    if not ask.tests or case.edited or case.latest.kind == "edit" or not _same(_file_of(case.latest), ask.path):
+    if not ask.tests or case.edited or case.latest.kind == "edit" or not same_file(case.latest.file, ask.path):
         return
-    if not any(r and (is_test(r) or TEST_FILE.search(_file_of(r) or "")) for r in case.results):
+    if not any(r and (is_test(r) or TEST_FILE.search(r.file or "")) for r in case.results):
         yield "read_failing_test_first", 0.93, "the statement points at tests; none was run or read", {}
 
 
 def _wrong_branch(case: Case, ask: Ask) -> Found:
     """The latest edit of the named file is anchored at another condition or function than the statement's."""
     edit = case.latest
-    if edit.kind != "edit" or edit.failed or not _same(_file_of(edit), ask.path) or not ask.function:
+    if edit.kind != "edit" or edit.failed or not same_file(edit.file, ask.path) or not ask.function:
         return
     old = str(edit.arguments.get("old_string", ""))
     conditions, definitions = CONDITION.findall(old), DEFINITION.findall(old)
@@ -133,39 +131,12 @@ def _edit_after_pass(case: Case, ask: Ask) -> Found:
 
 def _wrapping_up(case: Case, ask: Ask) -> Found:
     """An edited file or the diff is looked at, and no test has run since the last edit."""
-    if looks_back(case) and not any(r and is_test(r) for r in case.results[case.edits[-1]:]):
+    if case.looks_back and not any(r and is_test(r) for r in case.results[case.edits[-1]:]):
         yield "diff_wrapup_format_test", 0.93, f"no test has run since the edit at turn {case.edits[-1]}", {}
 
 
 DETECTORS: tuple[Callable[[Case, Ask], Found], ...] = (_wrong_file, _test_not_read, _wrong_branch, _failed_check,
                                                        _edit_after_pass, _wrapping_up)
-
-
-def looks_back(case: Case) -> bool:
-    """Whether the latest call looks at the diff, or at a file that a live edit changed."""
-    latest = case.latest
-    if latest is None or not case.edits or latest.kind == "edit":
-        return False
-    if is_validation(latest) and not is_test(latest):
-        return True
-    return any(_same(_file_of(latest), _file_of(case.results[k])) for k in case.edits)
-
-
-def _file_of(result: ToolResult) -> str | None:
-    """The file a call reads or edits: its path argument, or what cat, head, sed ... show."""
-    if result.kind in ("read", "edit"):
-        return _clean(result.path) if result.path else None
-    shown = [words[-1] for words in result.commands if words[0] in SHOWS_FILE and PATH.fullmatch(words[-1])]
-    return _clean(shown[-1]) if shown else None
-
-
-def _clean(path: str) -> str:
-    return path.strip().removeprefix("./")
-
-
-def _same(one: str | None, other: str | None) -> bool:
-    """The same file, where one of them may be absolute."""
-    return bool(one and other) and (one == other or one.endswith("/" + other) or other.endswith("/" + one))
 
 
 def _failures(result: ToolResult) -> list[tuple[str, str]]:

@@ -17,7 +17,6 @@ from typing import Callable, Iterator, Mapping, Sequence
 from oprd.core.types import Observation, Reminder, ToolCall, Trajectory
 from oprd.rollout.judge import Candidate, Case, Judge
 from oprd.rollout.rubric import CLASSES, Category, Rubric
-from oprd.rollout.scripted import looks_back
 from oprd.rollout.toolresult import is_validation
 
 SCOPES = ("global", "local")
@@ -161,7 +160,7 @@ def too_much(candidate: Candidate, case: Case, rubric: Rubric, settings: SelectS
 def in_phase(category: Category, case: Case) -> bool:
     """Whether the phase a category needs is visible."""
     if category.phase == "validation":
-        return case.latest is not None and (is_validation(case.latest) or looks_back(case))
+        return case.latest is not None and (is_validation(case.latest) or case.looks_back)
     return category.phase == "any" or case.edited == (category.phase == "after_edit")
 
 

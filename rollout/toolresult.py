@@ -23,6 +23,8 @@ KINDS = {
     "write": "edit", "create_file": "edit", "write_file": "edit",
     "grep": "search", "glob": "glob", "ls": "glob", "submit": "submit", "finish": "submit",
 }
+PATH = re.compile(r"[\w./-]*/[\w.-]+|[\w-]+\.\w{1,4}")  # a word that is a file's path
+SHOWS_FILE = {"cat", "head", "tail", "less", "nl", "sed"}
 PATH_ARGUMENTS = ("path", "file_path", "filename", "file", "notebook_path")
 WRAPPERS = {"sudo": 0, "time": 0, "env": 0, "nice": 0, "command": 0, "exec": 0, "xargs": 0, "nohup": 0, "timeout": 1,
             "npx": 0}
@@ -63,6 +65,14 @@ class ToolResult:
     def path(self) -> str | None:
         """The file a read, edit or search call names."""
         return next((str(self.arguments[a]) for a in PATH_ARGUMENTS if self.arguments.get(a)), None)
+
+    @cached_property
+    def file(self) -> str | None:
+        """The file the call reads or edits: its path argument, or what cat, head, sed ... show."""
+        if self.kind in ("read", "edit"):
+            return clean_path(self.path) if self.path else None
+        shown = [words[-1] for words in self.commands if words[0] in SHOWS_FILE and PATH.fullmatch(words[-1])]
+        return clean_path(shown[-1]) if shown else None
 
     @cached_property
     def commands(self) -> tuple[tuple[str, ...], ...]:
@@ -110,6 +120,15 @@ def kind_of(tool: str) -> str:
 
 def tool_result(call: ToolCall, observation: Observation) -> ToolResult:
     return ToolResult(call.name, call.arguments, observation.exit_code, observation.is_error, observation.output)
+
+
+def clean_path(path: str) -> str:
+    return path.strip().removeprefix("./")
+
+
+def same_file(one: str | None, other: str | None) -> bool:
+    """Whether two paths name the same file, where one of them may be absolute. None is no file."""
+    return bool(one and other) and (one == other or one.endswith("/" + other) or other.endswith("/" + one))
 
 
 def is_validation(result: ToolResult) -> bool:
