@@ -92,10 +92,9 @@ def renamed(rows: Iterable[dict[str, Any]], copies: int) -> list[dict[str, Any]]
     rows = list(rows)
     result = list(rows)
     for row in rows:
-        text = json.dumps(row["messages"])
         for copy in range(1, copies):
-            names = relabelling(text, random.Random(f"{row['id']}/{copy}"))
-            result.append({**row, "id": f"{row['id']}~{copy}", "messages": json.loads(relabel(text, names))})
+            names = relabelling(row["messages"], random.Random(f"{row['id']}/{copy}"))
+            result.append({**row, "id": f"{row['id']}~{copy}", "messages": relabel(row["messages"], names)})
     return result
 
 

@@ -21,7 +21,7 @@ import random
 import re
 import zlib
 from dataclasses import dataclass
-from typing import Mapping
+from typing import Any, Iterator, Mapping
 
 from oprd.sandbox.task import Task
 
@@ -30,7 +30,7 @@ CLASS_OF_KIND = {"ambiguous": "R1", "scope": "R2", "scenario": "R3", "validate":
 
 # Words that stand in the frames, in Python or in tool texts: never used as names.
 _TAKEN = frozenset("file line code mode name none done note made move same type size self call case base rule role "
-                   "path time more none live tune here".split())
+                   "path time more live tune here repo meta data".split())
 _WORDS = tuple(w for a in "bdfgklmnprstvz" for b in "aeiou" for c in "bdfgklmnprstvz" for d in "aeiou"
                if (w := a + b + c + d) not in _TAKEN)
 FAMILIES: dict[str, tuple[str, ...]] = {
@@ -215,12 +215,27 @@ _POOL = frozenset(_WORDS)
 _LETTERS = re.compile(r"[a-z]+")
 
 
-def relabelling(text: str, rng: random.Random, family: str = "train") -> dict[str, str]:
-    """A random one-to-one renaming of all MicroSWE words that occur in `text`, into words of `family`."""
-    used = sorted({w for w in _LETTERS.findall(text) if w in _POOL})
+def relabelling(value: Any, rng: random.Random, family: str = "train") -> dict[str, str]:
+    """A random one-to-one renaming of all MicroSWE words in a JSON-like value, into words of `family`."""
+    used = sorted({w for text in _strings(value) for w in _LETTERS.findall(text) if w in _POOL})
     return dict(zip(used, rng.sample(FAMILIES[family], len(used))))
 
 
-def relabel(text: str, names: Mapping[str, str]) -> str:
-    """`text` with every word renamed; all else stays."""
-    return _LETTERS.sub(lambda match: names.get(match.group(), match.group()), text)
+def relabel(value: Any, names: Mapping[str, str]) -> Any:
+    """The JSON-like value with every word renamed in all its strings (values and keys); all else stays."""
+    if isinstance(value, str):
+        return _LETTERS.sub(lambda match: names.get(match.group(), match.group()), value)
+    if isinstance(value, Mapping):
+        return {relabel(k, names): relabel(v, names) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [relabel(v, names) for v in value]
+    return value
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from (text for pair in value.items() for part in pair for text in _strings(part))
+    elif isinstance(value, (list, tuple)):
+        yield from (text for part in value for text in _strings(part))
