@@ -1,6 +1,7 @@
 """rollout/native.py: samples equal the plain model's, are reproducible in lock-step, and nobody ever hangs."""
 
 import random
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -219,6 +220,29 @@ def test_beyond_the_budget_the_oldest_sessions_go_first():
         assert list(engine._sessions) == ["b", "d"]
         engine.generate("big", some_ids(60, 1), GREEDY, 0)
         assert list(engine._sessions) == []
+
+
+@pytest.mark.parametrize("lockstep", [True, False])
+def test_forgetting_waits_for_the_end_of_a_lockstep_round_where_it_could_change_what_is_evicted(lockstep):
+    with an_engine(lockstep=lockstep) as engine, ThreadPoolExecutor(1) as pool:
+        engine.generate("old", [1, 2], GREEDY, 0)
+        step, inside, go_on, held = engine._decoder.step, threading.Event(), threading.Event(), []
+
+        def watched(ids):
+            inside.set()
+            go_on.wait(10)
+            held.append("old" in engine._sessions)
+            return step(ids)
+
+        engine._decoder.step = watched
+        running = pool.submit(engine.generate, "new", [3], GREEDY, 0)
+        inside.wait(10)
+        engine.forget("old")
+        go_on.set()
+        running.result(timeout=10)
+        assert held == ([True] * 11 if lockstep else [True] + [False] * 10)
+        engine.generate("new", [3], GREEDY, 0)
+        assert list(engine._sessions) == ["new"]
 
 
 def test_load_brings_new_weights_and_drops_every_cache():
