@@ -222,19 +222,39 @@ def test_beyond_the_budget_the_oldest_sessions_go_first():
         assert list(engine._sessions) == []
 
 
+def gated(engine, note):
+    """Make the engine's decoding steps wait for the second event (the first tells that one does) and list notes."""
+    step, inside, go_on, notes = engine._decoder.step, threading.Event(), threading.Event(), []
+
+    def watched(ids):
+        inside.set()
+        go_on.wait(10)
+        notes.append(note(ids))
+        return step(ids)
+
+    engine._decoder.step = watched
+    return inside, go_on, notes
+
+
+@pytest.mark.parametrize("lockstep", [True, False])
+def test_only_a_continuous_engine_lets_a_request_join_those_that_run(lockstep):
+    with an_engine(lockstep=lockstep) as engine, ThreadPoolExecutor(2) as pool:
+        inside, go_on, rows = gated(engine, len)
+        first = pool.submit(engine.generate, "first", [3], GREEDY, 0)
+        inside.wait(10)
+        late = pool.submit(engine.generate, "late", [4], GREEDY, 0)
+        while not engine._pending:
+            time.sleep(0.001)
+        go_on.set()
+        assert len(first.result(timeout=10).ids) == len(late.result(timeout=10).ids) == 12
+        assert rows == ([1] * 22 if lockstep else [1] + [2] * 10 + [1])
+
+
 @pytest.mark.parametrize("lockstep", [True, False])
 def test_forgetting_waits_for_the_end_of_a_lockstep_round_where_it_could_change_what_is_evicted(lockstep):
     with an_engine(lockstep=lockstep) as engine, ThreadPoolExecutor(1) as pool:
         engine.generate("old", [1, 2], GREEDY, 0)
-        step, inside, go_on, held = engine._decoder.step, threading.Event(), threading.Event(), []
-
-        def watched(ids):
-            inside.set()
-            go_on.wait(10)
-            held.append("old" in engine._sessions)
-            return step(ids)
-
-        engine._decoder.step = watched
+        inside, go_on, held = gated(engine, lambda ids: "old" in engine._sessions)
         running = pool.submit(engine.generate, "new", [3], GREEDY, 0)
         inside.wait(10)
         engine.forget("old")
