@@ -59,7 +59,7 @@ def converse(attempt_id: str, task: Task, engine: Engine, chat: Chat, box: Sandb
             new_tokens = min(room, limits.max_turn_tokens)
             done = engine.generate(attempt_id, prompt, replace(sampling, max_new_tokens=new_tokens), seed * 10_007 + k)
             reply = chat.parse(done.ids)
-            turn = Turn(pending, done.ids, done.logprobs, done.version, reminder_ids, chat.text(done.ids),
+            turn = Turn(pending, done.ids, done.logprobs, done.version, reminder_ids, chat.tokenizer.decode(done.ids),
                         reply.calls[0] if len(reply.calls) == 1 else None, _problem(reply))
             history += [*pending, *chat.generation_ids, *done.ids]
             if done.finish == "length":
@@ -74,7 +74,7 @@ def converse(attempt_id: str, task: Task, engine: Engine, chat: Chat, box: Sandb
                 break
             turns.append(replace(turn, observation=observation))
             visible.append((turn.call, observation))
-            pending = chat.tool_results([observation.output])
+            pending = chat.tool_results([observation.output], ended=done.ids[-1] == chat.end_id)
             reminder = remind(task, visible, given) if remind else None
             given += [reminder] if reminder else []
     finally:
