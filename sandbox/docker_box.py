@@ -14,6 +14,7 @@ import re
 import socket
 import struct
 import tarfile
+import threading
 import time
 import uuid
 from contextlib import contextmanager
@@ -140,10 +141,12 @@ class DockerSandbox:
             exec_id, stream = self._start(argv, folder)
             try:
                 if not _read_frames(stream, take, deadline):
-                    # The stream stays open until nothing writes any more: an engine whose reader left while a
-                    # command floods it is busy for long.
+                    # Somebody must go on reading: while a flood is not taken off it, the engine holds the
+                    # container's lock and answers nothing else about it.
+                    drain = threading.Thread(target=_drain, args=(stream,), daemon=True)
+                    drain.start()
                     self._kill_all()
-                    _read_frames(stream, lambda *_: None, time.monotonic() + KILL_S)
+                    drain.join(KILL_S)
                     return None
             finally:
                 stream.close()
@@ -181,9 +184,12 @@ class DockerSandbox:
             pass
         with _daemon("restart"):
             self.container.restart(timeout=0)
-            self.container.reload()
-            if self.container.status != "running" or self._left():
-                raise Broke("docker: processes of a command survive")
+            _, stream = self._start(["sh", "-c", "echo up"], "/")
+            answer = bytearray()
+            _read_frames(stream, lambda _, chunk: answer.extend(chunk), time.monotonic() + KILL_S)
+            stream.close()
+            if answer != b"up\n" or self._left():
+                raise Broke("docker: the container does not come back after a command that could not be killed")
 
     def _left(self) -> int:
         """Running processes beside process 1 and the ones it waits for, which it started itself."""
@@ -265,6 +271,13 @@ def _remove(container) -> None:
         except docker.errors.APIError as problem:
             if "already in progress" not in str(problem):
                 raise
+
+
+def _drain(stream: socket.socket) -> None:
+    try:
+        _read_frames(stream, lambda *_: None, time.monotonic() + 4 * KILL_S)
+    except (OSError, ValueError):  # closed under us: the box is given up
+        pass
 
 
 def _read_frames(sock: socket.socket, take: Callable[[int, bytes], None], deadline: float) -> bool:
