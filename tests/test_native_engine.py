@@ -112,6 +112,17 @@ def test_greedy_is_the_argmax_of_the_plain_model_over_turns_with_and_without_a_s
             # turn 3 repeats turn 2's context: everything is cached, the last token runs again
 
 
+def test_long_and_short_contexts_of_one_round_are_prefilled_right_in_several_packs():
+    model = a_model()
+    contexts = [some_ids(n, seed=n) for n in (700, 5, 400, 1100, 1)]
+    with an_engine(model) as engine, ThreadPoolExecutor(5) as pool, ExitStack() as stack:
+        for _ in contexts:
+            stack.enter_context(engine.worker())
+        done = list(pool.map(lambda i: engine.generate(f"s{i}", contexts[i], GREEDY, 0), range(5)))
+    for context, one in zip(contexts, done):
+        assert list(one.ids) == plain_logprobs(model, context, one.ids)[1].argmax(-1).tolist()
+
+
 def test_the_cached_prefix_is_not_computed_again():
     model = a_model()
     seen = []
