@@ -9,7 +9,6 @@ from contextlib import ExitStack, contextmanager
 import pytest
 import torch
 
-from oprd.core.decode import Decoder
 from oprd.core.model import Model, ModelConfig
 from oprd.rollout.engine import Sampling
 from oprd.rollout.native import NativeEngine
@@ -50,49 +49,6 @@ def plain_logprobs(model, context, sampled, temperature=1.0):
     logits = model.logits(ids, torch.tensor([0, len(ids)]))[len(context) - 1 : -1]
     logprobs = torch.log_softmax(logits / temperature, -1)
     return logprobs.gather(1, torch.tensor(sampled)[:, None]).squeeze(1).tolist(), logits
-
-
-def test_decoder_steps_equal_full_forwards_for_rows_of_many_lengths_as_rows_come_and_go():
-    model = a_model().double()
-    conversations = {n: some_ids(n, seed=n) for n in (1, 127, 5, 130, 40)}
-    decoder, rows = Decoder(model, rows=4), []
-    decoder_error = 0.0
-
-    def enter(n):
-        cache = model.new_cache()
-        model.hidden(torch.tensor(conversations[n]), torch.tensor([0, n]), caches=[cache])
-        for entry in cache.entries:
-            entry.k, entry.v = entry.k.float(), entry.v.float()
-        assert decoder.join(cache, room=6) == len(rows)
-        rows.append(n)
-
-    def leave(row):
-        cache = decoder.leave(row)
-        assert cache.length == len(conversations[rows[row]])
-        rows[row] = rows[-1]
-        rows.pop()
-        return cache
-
-    for action in (lambda: enter(127), lambda: enter(1), lambda: enter(5), lambda: leave(0), lambda: enter(130),
-                   lambda: enter(40), lambda: leave(3), lambda: leave(1)):
-        action()
-        for _ in range(2):
-            new = torch.tensor([len(conversations[n]) % 31 for n in rows])
-            logits = decoder.step(new)
-            for row, n in enumerate(rows):
-                conversations[n].append(int(new[row]))
-                ids = torch.tensor(conversations[n])
-                want = model.logits(ids, torch.tensor([0, len(ids)]))[-1]
-                decoder_error = max(decoder_error, (logits[row].double() - want).abs().max().item())
-    assert decoder_error < 2e-4  # float32 against float64, logits of size 10
-    cache = leave(0)  # what a decoder gives back goes on through the plain model
-    ids = torch.tensor([3, 4])
-    for entry in cache.entries:
-        entry.k, entry.v = entry.k.double(), entry.v.double()
-    n = cache.length
-    whole = torch.tensor([*[c for c in conversations.values() if len(c) == n][0], 3, 4])
-    torch.testing.assert_close(model.logits(ids, torch.tensor([0, 2]), caches=[cache]),
-                               model.logits(whole, torch.tensor([0, n + 2]))[n:], atol=2e-4, rtol=0)
 
 
 def test_greedy_is_the_argmax_of_the_plain_model_over_turns_with_and_without_a_shared_prefix():
