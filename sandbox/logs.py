@@ -22,20 +22,21 @@ class _Statuses(dict):
 
 # unittest ------------------------------------------------------------------------------------------------------
 
-_U_HEAD = re.compile(r"(?P<name>\w+) \((?P<where>[\w.<>]+)\)(?: [\[(][^\n]*?[\])])?"  # test, perhaps a subtest
-                     r"(?:\n(?!\w+ \()[^\n]*?)? \.\.\. ")  # perhaps the first line of its docstring
+_U_TEST = r"\w+ \([\w<>]+(?:\.[\w<>]+)+\)"
+_U_HEAD = re.compile(rf"(?P<test>{_U_TEST})(?: [\[(][^\n]*?[\])])?"  # a test, perhaps one subtest of it
+                     rf"(?:\n(?!{_U_TEST})[^\n]*?)? \.\.\. ")  # perhaps the first line of its docstring
 _U_STATUS = {"ok": PASSED, "FAIL": FAILED, "ERROR": ERROR, "expected failure": XFAIL, "unexpected success": XPASS}
-_U_SECTION = re.compile(r"^={70}\n(FAIL|ERROR|UNEXPECTED SUCCESS): (\w+) \(([\w.<>]+)\)", re.M)
+_U_SECTION = re.compile(rf"^={{70}}\n(FAIL|ERROR|UNEXPECTED SUCCESS): ({_U_TEST})", re.M)
 _U_RAN = re.compile(r"^Ran (\d+) tests? in [\d.]+s$", re.M)
 _U_SKIPPED = re.compile(r"^(?:OK|FAILED) \(.*?\bskipped=(\d+)", re.M)
 
 
-def unittest_id(name: str, where: str) -> str:
+def _unittest_id(test: str) -> str:
     """One id for both spellings: Python 3.11 prints `test_x (mod.Case.test_x)`, before it was `test_x (mod.Case)`."""
-    last = where.rpartition(".")[2]
-    if name != last and name.endswith(last) and last.startswith("test"):
-        name = last  # other output, without a line end, is glued to the name
-    return f"{name} ({where})" if last == name else f"{name} ({where}.{name})"
+    name, _, where = test[:-1].partition(" (")
+    if name.endswith(where.rpartition(".")[2]):  # longer: other output, without a line end, is glued to the name
+        return f"{where.rpartition('.')[2]} ({where})"
+    return f"{name} ({where}.{name})"
 
 
 def parse_unittest(log: str) -> dict[str, str]:
@@ -43,12 +44,15 @@ def parse_unittest(log: str) -> dict[str, str]:
     log = _clean(log)
     seen = _Statuses()
     heads = list(_U_HEAD.finditer(log))
-    for head, following in zip(heads, heads[1:] + [None]):
-        status = _unittest_status(log[head.end():following.start() if following else len(log)])
-        if status:
-            seen.see(unittest_id(head["name"], head["where"]), status)
-    for kind, name, where in _U_SECTION.findall(log):
-        seen.see(unittest_id(name, where), XPASS if kind[0] == "U" else {"FAIL": FAILED}.get(kind, ERROR))
+    tests = [_unittest_id(head["test"]) for head in heads]
+    # what is glued in front of a test's name belongs to the test before
+    glued = [max(0, head["test"].index(" (") - test.index(" (")) for head, test in zip(heads, tests)]
+    ends = [head.start() + n for head, n in zip(heads, glued)][1:] + [len(log)]
+    for head, test, end in zip(heads, tests, ends):
+        if status := _unittest_status(log[head.end():end]):
+            seen.see(test, status)
+    for kind, test in _U_SECTION.findall(log):
+        seen.see(_unittest_id(test), XPASS if kind[0] == "U" else {"FAIL": FAILED}.get(kind, ERROR))
     return dict(seen)
 
 
@@ -135,8 +139,7 @@ def parse_log(parser: str, log: str) -> dict[str, str]:
 
 def canonical_id(parser: str, test: str) -> str:
     """A task's test name as `parse_log` spells it."""
-    match = re.fullmatch(r"(\w+) \(([\w.<>]+)\)", test) if parser == "unittest" else None
-    return unittest_id(*match.groups()) if match else test
+    return _unittest_id(test) if parser == "unittest" and re.fullmatch(_U_TEST, test) else test
 
 
 def counted_passes(parser: str, log: str) -> int | None:
