@@ -250,8 +250,10 @@ def evaluate_model(config: Config, path: Path, folder: Path, name: str) -> Repor
     finally:
         engine.close()
         bar.close()
-    with Log(folder) as log:
-        log.write(0, {metric: Last(value) for metric, value in report.scalars().items()})
+    earlier = folder / "metrics.jsonl"
+    number = sum(1 for _ in earlier.open("rb")) if earlier.exists() else 0  # an evaluation never replaces another
+    with Log(folder, number) as log:
+        log.write(number, {metric: Last(value) for metric, value in report.scalars().items()})
     return report
 
 
