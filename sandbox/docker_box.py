@@ -35,7 +35,8 @@ PRIVATE = "/.oprd"
 TRUSTED_BYTES = 256 * 2**20  # of our own commands' output; more is a failure, never a silent cut
 
 WAIT = f'end=$(($(date +%s) + {LIFETIME_S})); while [ "$(date +%s)" -lt "$end" ]; do sleep 600; done'
-WRAP = 'mkdir -p "$1" && cd "$1" || exit 125; sh -c "$0" </dev/null; code=$?; kill -9 -1 2>/dev/null; exit $code'
+# One pipe for both streams keeps their order.
+WRAP = 'exec 2>&1; mkdir -p "$1" && cd "$1" || exit 125; sh -c "$0" </dev/null; code=$?; kill -9 -1 2>/dev/null; exit $code'
 ENVIRONMENT = {"HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0",
                "TERM": "dumb", "PAGER": "cat", "EDITOR": "true", "GIT_PAGER": "cat", "GIT_EDITOR": "true",
                "GIT_TERMINAL_PROMPT": "0", "GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": "/dev/null",
@@ -154,10 +155,11 @@ class DockerSandbox:
                 if time.monotonic() > deadline + KILL_S:
                     raise Broke("docker: the output of a command ended, the command does not")
                 time.sleep(0.005)
-        if state["ExitCode"] is None:
-            raise Broke("docker: the container died under a command")
-        self._check_alive(state["ExitCode"])
-        return state["ExitCode"]
+            code = state["ExitCode"]
+            # Killed, or not started: the command's own doing, or the container's end?
+            if code is None or code in (126, 128, 137) and not self._answers():
+                raise Broke("docker: the container died under a command")
+        return code
 
     def _start(self, argv: Sequence[str], folder: str) -> tuple[str, socket.socket]:
         api = self.client.api
@@ -165,12 +167,13 @@ class DockerSandbox:
         stream = api.exec_start(exec_id, socket=True)
         return exec_id, getattr(stream, "_sock", stream)
 
-    def _check_alive(self, code: int) -> None:
-        """A command that ends by SIGKILL, or could not start, may mean that the container is gone."""
-        if code in (126, 128, 137):
-            self.container.reload()
-            if self.container.status != "running":
-                raise Broke(f"docker: the container is {self.container.status}")
+    def _answers(self) -> bool:
+        """Whether the container still takes commands. The engine's own word for its state may be late."""
+        _, stream = self._start(["sh", "-c", "echo up"], "/")
+        answer = bytearray()
+        _read_frames(stream, lambda _, chunk: answer.extend(chunk), time.monotonic() + KILL_S)
+        stream.close()
+        return answer == b"up\n"
 
     def _kill_all(self) -> None:
         """End everything in the container but process 1. Raises Broke when that cannot be made sure."""
@@ -184,11 +187,7 @@ class DockerSandbox:
             pass
         with _daemon("restart"):
             self.container.restart(timeout=0)
-            _, stream = self._start(["sh", "-c", "echo up"], "/")
-            answer = bytearray()
-            _read_frames(stream, lambda _, chunk: answer.extend(chunk), time.monotonic() + KILL_S)
-            stream.close()
-            if answer != b"up\n" or self._left():
+            if not self._answers() or self._left():
                 raise Broke("docker: the container does not come back after a command that could not be killed")
 
     def _left(self) -> int:
