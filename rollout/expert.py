@@ -108,9 +108,10 @@ def _sibling_edits(task: Task, text: str) -> list[ToolCall]:
     return edits
 
 
-def perform(task: Task, box: Sandbox, calls: Sequence[ToolCall], remind: Remind | None = None) -> list[Step]:
-    """Execute calls in a sandbox that holds the task's repository. Raises Broke."""
-    steps: list[Step] = []
+def perform(task: Task, box: Sandbox, calls: Sequence[ToolCall], remind: Remind | None = None,
+            earlier: Sequence[Step] = ()) -> list[Step]:
+    """Execute calls in a sandbox that holds the task's repository, after the `earlier` steps. Raises Broke."""
+    steps = list(earlier)
     for call in calls:
         answer = call_tool(box, call.name, call.arguments)
         seen = Observation(answer.output, answer.exit_code, answer.is_error)

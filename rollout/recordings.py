@@ -1,7 +1,8 @@
 """MicroSWE's files: what `--stage microswe` writes under run.folder/data.
 
     coding_sft.jsonl        chat rows of the expert's clean solutions, each really executed and verified
-    if_sft.jsonl            chat rows in which an inserted reminder is followed (see `expert.py`), and clean rows
+    if_sft.jsonl            chat rows in which an inserted reminder is followed (see `expert.py`), and clean rows of the
+                            same tasks, so that plain work is not forgotten
     oprd_tasks.jsonl        task rows; validation_tasks.jsonl: task rows with names no training row has
     tokenizer.json          a small BPE of the rows' text
 
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Iterable, Sequence
 
+from oprd.core.types import Reminder
 from oprd.rollout.attempts import OpenBox
 from oprd.rollout.expert import Remind, chat_row, mistake, perform, recovery_rows, solution
 from oprd.rollout.global_reminder import global_reminder
@@ -43,7 +45,7 @@ class Recorder:
         return self._each(tasks, self._solve, done)
 
     def following(self, tasks: Sequence[Task], done: Callable[[], None]) -> list[dict[str, Any]]:
-        """The IF rows of one scripted mistake a task, and of one really failed attempt."""
+        """The IF rows of one scripted mistake a task (what was done before the recovery counts as a failed attempt)."""
         return self._each(tasks, self._follow, done)
 
     def _each(self, tasks, record, done) -> list[dict[str, Any]]:
@@ -55,31 +57,27 @@ class Recorder:
         with ThreadPoolExecutor(self.threads) as pool:
             return [row for rows in pool.map(one, tasks) for row in rows]
 
-    def _solve(self, task: Task, start=None) -> list[dict[str, Any]]:
+    def _solve(self, task: Task, start: Reminder | None = None) -> list[dict[str, Any]]:
+        """The expert's verified solution as a row; with a Global Reminder, as a second row that begins with it."""
         with self.open_box(task) as box:
             steps = perform(task, box, solution(task))
             patch = extract_patch(box)
         verdict = verify(task, patch, self.open_box)
         if not verdict.resolved:
             raise RuntimeError(f"the expert did not solve {task.instance_id}: {verdict.log[-500:]}")
-        kind = "global" if start else "solution"
-        return [chat_row(f"{task.instance_id}/{kind}", self.system, task, steps, [True] * len(steps), start=start)]
+        starts = {"solution": None} | ({"global": start} if start else {})
+        return [chat_row(f"{task.instance_id}/{kind}", self.system, task, steps, [True] * len(steps), start=reminder)
+                for kind, reminder in starts.items()]
 
     def _follow(self, task: Task) -> list[dict[str, Any]]:
-        rng = random.Random(task.instance_id)
-        wrong, recovery = mistake(task, rng)
+        wrong, recovery = mistake(task, random.Random(task.instance_id))
         with self.open_box(task) as box:
-            steps = perform(task, box, [*wrong, *recovery], self.remind)
-        rows = recovery_rows(task.instance_id, self.system, task, steps, len(wrong))
-        return rows + self._retry(task, wrong)
-
-    def _retry(self, task: Task, wrong) -> list[dict[str, Any]]:
-        """A clean solution under the Global Reminder of the mistaken attempt, if that attempt is eligible."""
-        with self.open_box(task) as box:
-            perform(task, box, wrong)
+            steps = perform(task, box, wrong, self.remind)
             patch = extract_patch(box)
+            steps = perform(task, box, recovery, self.remind, earlier=steps)
         reminder = global_reminder(task, verify(task, patch, self.open_box)) if patch else None
-        return self._solve(task, reminder) if reminder else []
+        rows = recovery_rows(task.instance_id, self.system, task, steps, len(wrong))
+        return rows + self._solve(task, reminder)
 
 
 def tasks_of(stream: str, seed: int, count: int, difficulty: Difficulty, kind: str | None = None) -> list[Task]:

@@ -8,7 +8,7 @@ reaches the agent and never trains (docs/architecture.md, rule 8).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Mapping, Protocol
 
 
 class Broke(Exception):
@@ -40,8 +40,16 @@ class Ran:
 class Sandbox(Protocol):
     root: str  # the repository's absolute path as commands inside see it
 
-    def run(self, command: str, seconds: float | None = None) -> Ran:
-        """Run `command` with sh -c in the repository root. Raises Broke."""
+    def run(self, command: str, seconds: float | None = None, output_bytes: int | None = None) -> Ran:
+        """Run `command` with sh -c in the repository root, for at most `seconds`, keeping `output_bytes` of its output
+        (defaults: the limits'). Whatever it started has ended when this returns. Raises Broke."""
+
+    def trusted(self, command: str, seconds: float = 60.0) -> tuple[int, bytes, bytes]:
+        """Run a command of ours, never an agent's text, in the root; $PRIVATE names a folder outside of it for our own
+        data. Exit code, stdout and stderr, whole. Raises Broke."""
+
+    def put(self, files: Mapping[str, bytes], private: bool = False) -> None:
+        """Write many files under the root, or under $PRIVATE. Raises Broke."""
 
     def read(self, path: str) -> bytes:
         """A file's bytes; path relative to the root. FileNotFoundError, IsADirectoryError, PermissionError (a path

@@ -163,7 +163,8 @@ class DockerSandbox:
 
     def _start(self, argv: Sequence[str], folder: str) -> tuple[str, socket.socket]:
         api = self.client.api
-        exec_id = api.exec_create(self.container.id, list(argv), workdir=folder, environment={"PRIVATE": PRIVATE})["Id"]
+        exec_id = api.exec_create(self.container.id, list(argv), workdir=folder,
+                                  environment={"PRIVATE": PRIVATE})["Id"]
         stream = api.exec_start(exec_id, socket=True)
         return exec_id, getattr(stream, "_sock", stream)
 
@@ -225,7 +226,7 @@ class DockerSandbox:
     @staticmethod
     def _raise_for(code: int, path: str, err: bytes) -> None:
         if code in (41, 43):
-            raise PermissionError(f"{path}: " + ("is outside the repository" if code == 41 else "is not a regular file"))
+            raise PermissionError(f"{path}: is " + ("outside the repository" if code == 41 else "not a regular file"))
         if code == 42:
             raise IsADirectoryError(errno.EISDIR, "Is a directory", path)
         if code == 44:

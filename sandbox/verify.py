@@ -132,8 +132,9 @@ def _judge(task: Task, verdict: Verdict, ran: Ran) -> Verdict:
         return replace(verdict, valid=False, reason=f"no test result in the log (exit status {ran.code})")
     failed = f2p + p2p
     if failed:
-        what = f"{len(f2p)} of {len(task.fail_to_pass)} FAIL_TO_PASS and {len(p2p)} of {len(task.pass_to_pass)} " \
-               f"PASS_TO_PASS tests did not pass, first {failed[0]}: {status.get(canonical_id(parser, failed[0]), 'missing')}"
+        first = status.get(canonical_id(parser, failed[0]), "missing")
+        what = (f"{len(f2p)} of {len(task.fail_to_pass)} FAIL_TO_PASS and {len(p2p)} of {len(task.pass_to_pass)} "
+                f"PASS_TO_PASS tests did not pass, first {failed[0]}: {first}")
         return replace(verdict, reason=what)
     contradiction = _contradiction(parser, ran, status)
     return replace(verdict, resolved=not contradiction, reason=contradiction)

@@ -84,7 +84,7 @@ def test_every_kind_of_change_comes_back_byte_for_byte_in_a_fresh_box():
     "rm -rf .git; git init -q; git add -A; git commit -qm mine",
     "rm -rf .git; echo gitdir: /nowhere > .git",
     "touch .git/index.lock; rm -f .git/HEAD",
-    "printf '[diff]\\nnoprefix = true\\n' > /tmp/.gitconfig; mkdir -p /tmp/.config/git; echo '*' > /tmp/.config/git/ignore",
+    "printf '[diff]\\nnoprefix = true\\n' > ~/.gitconfig; mkdir -p ~/.config/git; echo '*' > ~/.config/git/ignore",
 ])
 def test_the_agents_git_settings_and_history_do_not_change_its_patch(meddling):
     with open_local(TASK) as box, open_local(TASK) as plain:

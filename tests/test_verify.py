@@ -187,7 +187,8 @@ def test_a_skipped_or_expected_failure_never_counts_as_passed(edit, status):
 
 
 def test_tests_that_run_into_the_limit_are_the_patchs_failure():
-    verdict = verify(TASK, worked(FIX + "; echo 'import time; time.sleep(60)' >> src/words.py"), open_local, seconds=1)
+    patch = worked(FIX + "; echo 'import time; time.sleep(60)' >> src/words.py")
+    verdict = verify(TASK, patch, open_local, seconds=1)
     assert not verdict.resolved and verdict.valid and "time limit" in verdict.reason
 
 
