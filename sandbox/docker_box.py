@@ -36,7 +36,8 @@ TRUSTED_BYTES = 256 * 2**20  # of our own commands' output; more is a failure, n
 
 WAIT = f'end=$(($(date +%s) + {LIFETIME_S})); while [ "$(date +%s)" -lt "$end" ]; do sleep 600; done'
 # One pipe for both streams keeps their order.
-WRAP = 'exec 2>&1; mkdir -p "$1" && cd "$1" || exit 125; sh -c "$0" </dev/null; code=$?; kill -9 -1 2>/dev/null; exit $code'
+WRAP = 'exec 2>&1; mkdir -p "$1" && cd "$1" || exit 125; ' \
+       'sh -c "$0" </dev/null; code=$?; kill -9 -1 2>/dev/null; exit $code'
 ENVIRONMENT = {"HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0",
                "TERM": "dumb", "PAGER": "cat", "EDITOR": "true", "GIT_PAGER": "cat", "GIT_EDITOR": "true",
                "GIT_TERMINAL_PROMPT": "0", "GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": "/dev/null",

@@ -1,8 +1,8 @@
 """A sandbox made of a temp folder and subprocesses. It limits and cleans up; it is NO security boundary.
 
-    <tmp>/oprd-<run label>/box-XXXX/repo     the private copy; commands see it as /mnt
-                                   /tmp      the commands' /tmp and HOME
-                                   /private  our own git data (see sandbox/repo.py); hidden behind the commands' /tmp
+    /dev/shm/oprd-<run label>/box-XXXX/repo     the private copy; commands see it as /mnt
+                                      /tmp      the commands' /tmp and HOME
+                                      /private  our own git data (see sandbox/repo.py); hidden behind the commands' /tmp
 
 Every command gets its own PID namespace when the kernel allows it (root, or unprivileged user namespaces). Its
 first process is a small shell; when that one ends, for whatever reason, the kernel kills all that is left in the
@@ -37,7 +37,7 @@ from typing import Mapping
 
 from oprd.sandbox.box import Broke, Limits, Ran
 from oprd.sandbox.output import HeadTail
-from oprd.sandbox.sweep import FOLDER_PREFIX, MARKER, descendants, kill_marked
+from oprd.sandbox.sweep import FOLDER_PREFIX, MARKER, descendants, folders, kill_marked
 
 ROOT = "/mnt"  # exists on every Linux and is empty on nearly all
 TICK = 0.02  # seconds between looks at the number of processes
@@ -102,7 +102,7 @@ class LocalSandbox:
         self.root = ROOT
         self.base: object = None  # what prepare() recorded about the base tree
         try:
-            run_folder = Path(tempfile.gettempdir()) / f"{FOLDER_PREFIX}{label}"
+            run_folder = folders()[0] / f"{FOLDER_PREFIX}{label}"
             self.folder = _new_folder(run_folder)
             for name in ("repo", "tmp", "private"):
                 (self.folder / name).mkdir()

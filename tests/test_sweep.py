@@ -34,6 +34,7 @@ def test_a_killed_owner_is_swept_and_a_live_one_is_not(way, tmp_path, monkeypatc
     if way == "namespaces" and not local.launcher():
         pytest.skip("this machine allows no namespaces")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     root = Path(__file__).resolve().parents[1]
     owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path), way], stdout=subprocess.PIPE, text=True,
                              env={**os.environ, "PYTHONPATH": str(root), "TMPDIR": str(tmp_path)})
@@ -70,6 +71,7 @@ def test_a_label_names_its_owner_exactly():
 
 def test_folders_with_a_similar_name_are_left_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     for name in ("oprd-data", "oprd-0123456789ab.1", "other"):
         (tmp_path / name).mkdir()
     assert sweep() == [] and len(list(tmp_path.iterdir())) == 3

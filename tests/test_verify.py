@@ -242,7 +242,8 @@ def test_a_patch_is_read_like_git_reads_it():
              b"diff --git a/x y b/x y\ndeleted file mode 100644\n--- a/x y\t\n+++ /dev/null\n@@ -1,2 +0,0 @@\n"
              b"--- a/trap\n-diff --git a/t b/t\n"
              b"diff --git a/o b/n\nsimilarity index 100%\nrename from o\nrename to n\n"
-             b"diff --git a/l b/l\nnew file mode 120000\n--- /dev/null\n+++ b/l\n@@ -0,0 +1 @@\n+../up\n\\ No newline\n")
+             b"diff --git a/l b/l\nnew file mode 120000\n--- /dev/null\n+++ b/l\n@@ -0,0 +1 @@\n+../up\n"
+             b"\\ No newline at end of file\n")
     assert file_changes(patch) == [
         FileChange('caf\u00e9 "1"'), FileChange("x y", deleted=True), FileChange("o", deleted=True),
         FileChange("n", added=True), FileChange("l", added=True, link="../up")]
