@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Trains a coding agent, one stage at a time: `python train.py --stage NAME --config FILE.toml [--section.field value]`.
 
-Stages: microswe (make MicroSWE's data, tokenizer and a random model), coding-sft, if-sft, oprd, eval, and all (the
+Stages: microswe (make MicroSWE's data, tokenizer and a random model), pretrain (a base model from it), coding-sft, if-sft, oprd, eval, and all (the
 whole recipe with a table). docs/architecture.md is the map.
 """
 
@@ -21,7 +21,7 @@ from oprd.core import config as settings
 from oprd.core import hf
 from oprd.core.chat import Chat
 from oprd.core.config import Config
-from oprd.core.data import Order, read_sft
+from oprd.core.data import Order, read_sft, read_text
 from oprd.core.metrics import Last, Log, Mean, Progress, Sum
 from oprd.core.model import Model, ModelConfig
 from oprd.core.objective import Distillation, Objective
@@ -37,8 +37,11 @@ from oprd.rollout.teach import OutcomeRouting, fates
 from oprd.sandbox.microswe import Difficulty
 from oprd.sandbox.task import Task, read_tasks
 
-FOLDERS = {"microswe": "base", "coding-sft": "coding-sft", "if-sft": "if-sft", "oprd": "oprd"}
-BEFORE = {"coding-sft": "microswe", "if-sft": "coding-sft", "oprd": "if-sft", "eval": "oprd"}
+FOLDERS = {"microswe": "random", "pretrain": "base", "coding-sft": "coding-sft", "if-sft": "if-sft", "oprd": "oprd"}
+BEFORE = {"pretrain": "microswe", "coding-sft": "pretrain", "if-sft": "coding-sft", "oprd": "if-sft", "eval": "oprd"}
+
+DATA = {"pretrain": "pretrain.jsonl", "coding-sft": "coding_sft.jsonl", "if-sft": "if_sft.jsonl",
+        "oprd": "oprd_tasks.jsonl", "eval": "validation_tasks.jsonl"}
 
 
 def main(argv: list[str]) -> int:
@@ -63,12 +66,12 @@ def main(argv: list[str]) -> int:
 # --- stages -------------------------------------------------------------------------------------------------------
 
 def make_microswe(config: Config, load, resume: bool) -> None:
-    """Files under run.folder/data and a random model under run.folder/base/model."""
+    """Files under run.folder/data and a random model under run.folder/random/model."""
     data, m = Path(config.run.folder) / "data", config.microswe
-    if (base := Path(config.run.folder) / "base" / "model").exists():
+    if (model := stage_folder(config, "microswe") / "model").exists():
         if resume:
             return
-        raise ValueError(f"{base} exists; add --resume to keep it, or choose another run.folder")
+        raise ValueError(f"{model} exists; add --resume to keep it, or choose another run.folder")
     tasks = {stream: recordings.tasks_of(stream, config.run.seed, count, Difficulty(m.functions, m.branches))
              for stream, count in (("coding", m.coding_tasks), ("if", m.if_tasks), ("oprd", m.oprd_tasks),
                                    ("validation", m.validation_tasks))}
@@ -80,22 +83,25 @@ def make_microswe(config: Config, load, resume: bool) -> None:
     following = recorder.following(tasks["if"], lambda: bar.advance({}))
     bar.close()
     tokenizer = train_bpe(recordings.corpus(coding + following), m.vocabulary)
+    texts = recordings.pretraining_texts(config.run.seed, m.pretrain_texts, Difficulty(m.functions, m.branches))
+    recordings.write_jsonl(data / "pretrain.jsonl", [{"text": text} for text in texts])
     recordings.write_jsonl(data / "coding_sft.jsonl", recordings.renamed(coding, m.relabels))
     recordings.write_jsonl(data / "if_sft.jsonl", recordings.renamed(following, m.relabels))
     recordings.write_jsonl(data / "oprd_tasks.jsonl", [t.to_row() for t in tasks["oprd"]])
     recordings.write_jsonl(data / "validation_tasks.jsonl", [t.to_row() for t in tasks["validation"]])
     tokenizer.save(data)
-    hf.save(random_model(config, tokenizer), base, tokenizer_from=data)
+    hf.save(random_model(config, tokenizer), model, tokenizer_from=data)
 
 
 def sft(stage: str) -> Callable:
     def run(config: Config, load, resume: bool) -> None:
-        """Imitate recorded conversations: run.folder/<stage>/model."""
+        """Imitate recorded conversations (pretrain: plain text): run.folder/<stage>/model."""
         if done(config, stage, resume):
             return
         start, chat = starting_point(config, stage)
-        name = {"coding-sft": "coding_sft.jsonl", "if-sft": "if_sft.jsonl"}[stage]
-        rows = read_sft(data_file(config, config.data.rows, name), chat, config.data.max_tokens, config.data.strict)
+        path = data_file(config, config.data.rows, stage)
+        rows = (read_text(path, chat.tokenizer, config.data.max_tokens) if stage == "pretrain" else
+                read_sft(path, chat, config.data.max_tokens, config.data.strict))
         order, t = Order(len(rows), config.run.seed), config.train
         plan = Plan(total_steps(config, len(rows)), t, bf16=config.run.precision == "bf16")
         trainer = Trainer(plan, stage_folder(config, stage), start, resume)
@@ -109,7 +115,7 @@ def oprd(config: Config, load, resume: bool) -> None:
     if done(config, "oprd", resume):
         return
     start, chat = starting_point(config, "oprd")
-    tasks = read_tasks(data_file(config, config.data.tasks, "oprd_tasks.jsonl"))
+    tasks = read_tasks(data_file(config, config.data.tasks, "oprd"))
     o, t, seed = config.oprd, config.train, config.run.seed
     if t.batch % o.attempts_per_task:
         raise ValueError(f"train.batch = {t.batch} must be a multiple of oprd.attempts_per_task = {o.attempts_per_task}")
@@ -150,8 +156,9 @@ def evaluation(config: Config, load, resume: bool) -> None:
 
 def everything(config: Config, load, resume: bool) -> None:
     """The recipe from nothing: data, random model, three stages, an evaluation of each checkpoint, one table."""
+    make_microswe(load("microswe"), load, resume)
     reports = []
-    for label, stage in (("base", "microswe"), ("+ Coding SFT", "coding-sft"), ("+ IF SFT", "if-sft"), ("+ OPRD", "oprd")):
+    for label, stage in (("base", "pretrain"), ("+ Coding SFT", "coding-sft"), ("+ IF SFT", "if-sft"), ("+ OPRD", "oprd")):
         STAGE[stage](load(stage), load, resume)
         model = stage_folder(config, stage) / "model"
         reports.append((label, evaluate_model(load("eval"), model, stage_folder(config, stage) / "eval", label)))
@@ -161,7 +168,7 @@ def everything(config: Config, load, resume: bool) -> None:
     print("\n" + text)
 
 
-STAGE = {"microswe": make_microswe, "coding-sft": sft("coding-sft"), "if-sft": sft("if-sft"), "oprd": oprd,
+STAGE = {"microswe": make_microswe, "pretrain": sft("pretrain"), "coding-sft": sft("coding-sft"), "if-sft": sft("if-sft"), "oprd": oprd,
          "eval": evaluation, "all": everything}
 
 
@@ -171,8 +178,9 @@ def stage_folder(config: Config, stage: str) -> Path:
     return Path(config.run.folder) / FOLDERS[stage]
 
 
-def data_file(config: Config, named: str, default: str) -> Path:
-    path = Path(named) if named else Path(config.run.folder) / "data" / default
+def data_file(config: Config, named: str, stage: str) -> Path:
+    """The file a stage reads: the one named in the settings, or MicroSWE's."""
+    path = Path(named) if named else Path(config.run.folder) / "data" / DATA[stage]
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; --stage microswe makes MicroSWE's files, or name your own")
     return path
@@ -238,7 +246,7 @@ def rollout_metrics(outcomes, lessons) -> dict:
 def evaluate_model(config: Config, path: Path, folder: Path, name: str) -> Report:
     tokenizer = Tokenizer.load(path)
     chat, e = Chat(tokenizer, config.chat.dialect), config.eval
-    tasks = read_tasks(data_file(config, config.data.tasks, "validation_tasks.jsonl"))
+    tasks = read_tasks(data_file(config, config.data.tasks, "eval"))
     tasks: list[Task] = tasks[: e.tasks or len(tasks)]
     harness, engine = Harness(config, chat), native_engine(config, hf.load(path), 0)
     harness.sweep()
@@ -275,9 +283,8 @@ def describe(stage: str, config: Config) -> str:
         return f"stage {stage}: no training steps of its own"
     path = Path(config.model.path) if config.model.path else stage_folder(config, BEFORE[stage]) / "model"
     lines = [f"stage           {stage}, starts from {path}"]
-    named, default = {"coding-sft": (config.data.rows, "coding_sft.jsonl"), "if-sft": (config.data.rows, "if_sft.jsonl"),
-                      "oprd": (config.data.tasks, "oprd_tasks.jsonl")}[stage]
-    data = Path(named) if named else Path(config.run.folder) / "data" / default
+    named = config.data.tasks if stage == "oprd" else config.data.rows
+    data = Path(named) if named else Path(config.run.folder) / "data" / DATA[stage]
     items = sum(1 for line in data.open("rb") if line.strip()) if data.is_file() else 0
     if stage == "oprd":
         items *= config.oprd.attempts_per_task

@@ -16,7 +16,7 @@ from typing import Any, Literal, Mapping, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-STAGES = ("microswe", "coding-sft", "if-sft", "oprd", "eval", "all")
+STAGES = ("microswe", "pretrain", "coding-sft", "if-sft", "oprd", "eval", "all")
 
 
 class Section(BaseModel):
@@ -48,6 +48,7 @@ class ChatSettings(Section):
 
 class MicroSWE(Section):
     vocabulary: int = Field(512, ge=300, description="entries of the byte-level BPE trained on the generated corpus")
+    pretrain_texts: int = Field(6000, ge=1, description="plain texts for the pretraining of a base model")
     coding_tasks: int = Field(1200, ge=1, description="tasks the expert solves for Coding SFT")
     if_tasks: int = Field(600, ge=1, description="tasks on which scripted mistakes are made for IF SFT")
     relabels: int = Field(8, ge=1, description="consistently renamed copies written for every recording")
@@ -58,7 +59,7 @@ class MicroSWE(Section):
 
 
 class Data(Section):
-    rows: str = Field("", description="chat rows (JSONL) for coding-sft and if-sft; empty: MicroSWE's under run.folder")
+    rows: str = Field("", description="rows (JSONL) of pretrain (text), coding-sft, if-sft (messages); empty: MicroSWE's")
     tasks: str = Field("", description="task rows (JSONL) for oprd and eval; empty: MicroSWE's under run.folder")
     strict: bool = Field(True, description="a bad row stops the run (true) or is skipped and counted (false)")
     max_tokens: int = Field(1024, ge=8, description="longest training row")

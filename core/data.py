@@ -19,6 +19,7 @@ import numpy as np
 
 from oprd.core.chat import Chat
 from oprd.core.messages import FieldError
+from oprd.core.tokenizer import Tokenizer
 from oprd.core.types import Example, Row
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,26 @@ def read_sft(
         skipped.update(reasons)
     if not examples:
         raise ValueError(f"{path}: no usable row ({reasons.total()} left out); at least one is needed")
+    return examples
+
+
+def read_text(path: str | Path, tokenizer: Tokenizer, max_tokens: int) -> list[Example]:
+    """Examples of a JSONL file of {"text": ...} lines: every token but the first is trained; long texts are cut.
+
+    A bad line is a ValueError that names file and line.
+    """
+    examples = []
+    with Path(path).open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            where = f"{path}:{number}"
+            try:
+                text = _parse(line).get("text")
+            except FieldError as error:
+                raise ValueError(f"{where}: {error}") from None
+            ids = np.asarray(tokenizer.encode(text) if isinstance(text, str) else (), np.int64)[:max_tokens]
+            if len(ids) < 2:
+                raise ValueError(f"{where}: text = {text!r} must be a string of two tokens or more")
+            examples.append(Example(Row(ids, np.arange(1, len(ids))), {"nll": np.ones(len(ids) - 1)}, source=where))
     return examples
 
 

@@ -1,5 +1,6 @@
 """MicroSWE's files: what `--stage microswe` writes under run.folder/data.
 
+    pretrain.jsonl          plain text in which names recur, as real code has it (see `pretraining_texts`)
     coding_sft.jsonl        chat rows of the expert's clean solutions, each really executed and verified
     if_sft.jsonl            chat rows in which an inserted reminder is followed (see `expert.py`), and clean rows of the
                             same tasks, so that plain work is not forgotten
@@ -22,13 +23,13 @@ from oprd.core.types import Reminder
 from oprd.rollout.attempts import OpenBox
 from oprd.rollout.expert import Remind, chat_row, mistake, perform, recovery_rows, solution
 from oprd.rollout.global_reminder import global_reminder
-from oprd.sandbox.microswe import FAMILIES, Difficulty, generate, relabel, relabelling
+from oprd.sandbox.microswe import FAMILIES, Difficulty, fixed_source, generate, relabel, relabelling
 from oprd.sandbox.repo import extract_patch
 from oprd.sandbox.task import Task
 from oprd.sandbox.verify import verify
 
 # Numbers of the training family are split between the files, so that no two share a task.
-STREAMS = {"coding": 1, "if": 2, "oprd": 3, "validation": 4}
+STREAMS = {"coding": 1, "if": 2, "oprd": 3, "validation": 4, "pretrain": 5}
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,31 @@ class Recorder:
 
 def tasks_of(stream: str, seed: int, count: int, difficulty: Difficulty, kind: str | None = None) -> list[Task]:
     family = "validation" if stream == "validation" else "train"
-    return [generate(seed * len(STREAMS) * 2 + STREAMS[stream], i, family, kind, difficulty) for i in range(count)]
+    return [generate(seed * 10 + STREAMS[stream], i, family, kind, difficulty) for i in range(count)]
+
+
+def pretraining_texts(seed: int, count: int, difficulty: Difficulty) -> list[str]:
+    """Plain text that teaches what a base model brings along: that names recur and can be copied.
+
+    A third are names without gaps, repeated; a third are lists of names with one of several separators, repeated; a
+    third are repositories, before and after their fix. Copying is learnt within a few hundred steps on the first kind,
+    carries over to the others, and is what every stage after this one builds on: without it a model of this size stays
+    for thousands of steps at guessing names.
+    """
+    texts, words = [], FAMILIES["train"]
+    for i, task in enumerate(tasks_of("pretrain", seed, count, difficulty)):
+        rng = random.Random(f"pretrain/{seed}/{i}")
+        if i % 3 == 0:
+            texts.append("".join((rng.sample(words, rng.choice((3, 4, 6, 8, 12))) * 20)[:60]))
+        elif i % 3 == 1:
+            names = rng.sample(words, rng.choice((2, 3, 4, 6, 8, 12, 16, 20)))
+            separator = rng.choice((" ", "\n", "/", "_", ", ", '" "', "()\n"))
+            texts.append(separator.join((names * 25)[: max(50, 2 * len(names))]))
+        else:
+            files = [text for path, text in sorted(task.files.items()) if path != "check.py"]
+            rng.shuffle(files)
+            texts.append("\n".join([task.problem_statement, *files, fixed_source(task)]))
+    return texts
 
 
 def renamed(rows: Iterable[dict[str, Any]], copies: int) -> list[dict[str, Any]]:

@@ -201,6 +201,14 @@ class _Repo:
         return "\n".join(lines).rstrip("\n") + "\n"
 
 
+def fixed_source(task: Task) -> str:
+    """The wrong file after the fix."""
+    m, lines = task.meta, task.files[task.meta["path"]].splitlines(keepends=True)
+    at = next(i for i, line in enumerate(lines) if line.strip() == m["anchor"]) + 1
+    lines[at] = lines[at].replace(m["wrong"], m["right"])
+    return "".join(lines)
+
+
 def _test_names(function: _Function) -> list[str]:
     return [function.test_name(i) for i in range(len(function.answers))]
 
