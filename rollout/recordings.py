@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Iterable, Sequence
 
+from oprd.core.config import MicroSWE
 from oprd.core.types import Reminder
 from oprd.rollout.attempts import OpenBox
 from oprd.rollout.expert import Remind, chat_row, mistake, perform, recovery_rows, solution
@@ -108,6 +109,22 @@ def pretraining_texts(seed: int, count: int, difficulty: Difficulty) -> list[str
             rng.shuffle(files)
             texts.append("\n".join([task.problem_statement, *files, fixed_source(task)]))
     return texts
+
+
+def make_files(folder: Path, size: MicroSWE, seed: int, recorder: Recorder, done: Callable[[], None]) -> list[str]:
+    """Write all files but the tokenizer; `done` hears of each recorded task. Returns the text to train it on."""
+    difficulty = Difficulty(size.functions, size.branches)
+    make = lambda stream, count: tasks_of(stream, seed, count, difficulty)  # noqa: E731
+    coding = recorder.coding(make("coding", size.coding_tasks), done)
+    following = recorder.following(make("if", size.if_tasks), done)
+    texts = pretraining_texts(seed, size.pretrain_texts, difficulty)
+    for name, rows in (("pretrain", [{"text": text} for text in texts]),
+                       ("coding_sft", renamed(coding, size.relabels)),
+                       ("if_sft", renamed(following, size.relabels)),
+                       ("oprd_tasks", [task.to_row() for task in make("oprd", size.oprd_tasks)]),
+                       ("validation_tasks", [task.to_row() for task in make("validation", size.validation_tasks)])):
+        write_jsonl(folder / f"{name}.jsonl", rows)
+    return corpus(coding + following)
 
 
 def renamed(rows: Iterable[dict[str, Any]], copies: int) -> list[dict[str, Any]]:

@@ -63,3 +63,15 @@ class OutcomeRouting:
 def fates(lessons: Sequence[Lesson]) -> Counter:
     """How many attempts ended in each fate; the counts add up to the attempts asked for."""
     return Counter(lesson.fate for lesson in lessons)
+
+
+def measured(outcomes: Sequence[Outcome], lessons: Sequence[Lesson]) -> dict[str, tuple[float, int]]:
+    """Means of one step's rollouts, each as (total, count), by the name it has in the log."""
+    judged = [o for o in outcomes if not o.trouble]
+    reminded = [lesson.reminders for lesson in lessons if lesson.reminders]
+    endings = Counter(o.trajectory.ending.value for o in judged)
+    return {"rollout/pass_rate": (sum(o.verdict.resolved for o in judged), len(judged)),
+            "rollout/tokens_per_attempt": (sum(o.trajectory.tokens() for o in judged), len(judged)),
+            "oprd/local_reminders_per_failure": (sum(len(r.local) for r in reminded), len(reminded)),
+            "oprd/global_reminders_per_failure": (sum(r.global_ is not None for r in reminded), len(reminded)),
+            **{f"rollout/ending_{name}": (n, len(judged)) for name, n in endings.items()}}

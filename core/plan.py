@@ -1,0 +1,124 @@
+"""What follows from the settings before anything runs: where a stage reads and writes, its steps, its memory."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+
+from oprd.core import hf
+from oprd.core.chat import Chat
+from oprd.core.config import Config
+from oprd.core.model import Model, ModelConfig
+from oprd.core.tokenizer import Tokenizer
+
+FOLDERS = {"microswe": "random", "pretrain": "base", "coding-sft": "coding-sft", "if-sft": "if-sft", "oprd": "oprd"}
+BEFORE = {"pretrain": "microswe", "coding-sft": "pretrain", "if-sft": "coding-sft", "oprd": "if-sft", "eval": "oprd"}
+DATA = {"pretrain": "pretrain.jsonl", "coding-sft": "coding_sft.jsonl", "if-sft": "if_sft.jsonl",
+        "oprd": "oprd_tasks.jsonl", "eval": "validation_tasks.jsonl"}
+
+
+def stage_folder(config: Config, stage: str) -> Path:
+    """Where a stage keeps its checkpoints, its curves and, once it is finished, `model/`."""
+    return Path(config.run.folder) / FOLDERS[stage]
+
+
+def start_folder(config: Config, stage: str) -> Path:
+    """The model folder a stage starts from: the one named in the settings, or what the stage before left."""
+    return Path(config.model.path) if config.model.path else stage_folder(config, BEFORE[stage]) / "model"
+
+
+def starting_point(config: Config, stage: str) -> tuple[Path, Chat]:
+    """The model a stage starts from, and its chat frame. Raises FileNotFoundError and ValueError."""
+    path = start_folder(config, stage)
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path} does not exist; run --stage {BEFORE[stage]} first, or set model.path")
+    tokenizer = Tokenizer.load(path)
+    tokenizer.fits(hf.load_config(path).vocab_size)
+    return path, Chat(tokenizer, config.chat.dialect)
+
+
+def data_path(config: Config, stage: str) -> Path:
+    """The file a stage reads: the one named in the settings, or MicroSWE's."""
+    named = config.data.tasks if stage in ("oprd", "eval") else config.data.rows
+    return Path(named) if named else Path(config.run.folder) / "data" / DATA[stage]
+
+
+def data_file(config: Config, stage: str) -> Path:
+    """`data_path`, which must exist."""
+    if not (path := data_path(config, stage)).is_file():
+        raise FileNotFoundError(f"{path} does not exist; --stage microswe makes MicroSWE's files, or name your own")
+    return path
+
+
+def done(config: Config, stage: str, resume: bool) -> bool:
+    """Whether a resumed run finds this stage finished."""
+    return resume and (stage_folder(config, stage) / "model").exists()
+
+
+def total_steps(config: Config, items: int) -> int:
+    """Optimizer steps over so many rows or attempts."""
+    return config.train.steps or math.ceil(items * config.train.epochs / config.train.batch)
+
+
+def refresh_steps(config: Config, steps: int) -> frozenset[int]:
+    """The optimizer steps before which the teacher takes the student's weights."""
+    o = config.oprd
+    if o.refresh == "fractions":
+        return frozenset(round(f * steps) for f in o.refresh_at)
+    return frozenset(range(o.refresh_every, steps, o.refresh_every)) if o.refresh == "every" else frozenset()
+
+
+def check_support(config: Config, model: ModelConfig) -> None:
+    if config.oprd.support == "topk" and config.oprd.top_k > model.vocab_size:
+        raise ValueError(f"oprd.top_k = {config.oprd.top_k} must not exceed the model's vocabulary of "
+                         f"{model.vocab_size}; lower it or set oprd.support = full")
+
+
+def random_model(config: Config, tokenizer: Tokenizer) -> Model:
+    """A new model of the size the settings give, with random weights."""
+    m = config.model
+    return Model(ModelConfig(vocab_size=tokenizer.vocab_size, hidden_size=m.hidden, intermediate_size=m.intermediate,
+                             num_hidden_layers=m.layers, num_attention_heads=m.heads, num_key_value_heads=m.kv_heads,
+                             head_dim=m.head_dim, tie_word_embeddings=m.tied,
+                             eos_token_id=tokenizer.token_id("<|im_end|>"))).init(config.run.seed)
+
+
+def describe(stage: str, config: Config) -> str:
+    """Numbers that follow from the settings, for --dry-run. Reads what exists, writes nothing."""
+    if stage not in FOLDERS or stage == "microswe":
+        return f"stage {stage}: no training steps of its own"
+    path, data = start_folder(config, stage), data_path(config, stage)
+    lines = [f"stage           {stage}, starts from {path}"]
+    items = sum(1 for line in data.open("rb") if line.strip()) if data.is_file() else 0
+    if stage == "oprd":
+        items *= config.oprd.attempts_per_task
+    if not items and not config.train.steps:
+        lines.append(f"steps           unknown: {data} does not exist yet and train.steps is 0")
+    else:
+        steps = total_steps(config, items)
+        longest = config.rollout.max_context_tokens if stage == "oprd" else config.data.max_tokens
+        lines += [f"steps           {steps} of {config.train.batch} examples ({items} in {data})",
+                  f"tokens          at most {steps * config.train.batch * longest:,}"]
+        if stage == "oprd":
+            lines.append(f"refresh steps   {sorted(refresh_steps(config, steps)) or config.oprd.refresh}")
+    if path.is_dir():
+        with torch.device("meta"):
+            model = Model(hf.load_config(path))
+        lines += memory(model, config, teacher=stage == "oprd" and config.oprd.refresh != "shared")
+    else:
+        lines.append(f"parameters      unknown: {path} does not exist yet")
+    return "\n".join(lines)
+
+
+def memory(model: Model, config: Config, teacher: bool) -> list[str]:
+    """Parameter count and an estimate of resident memory: fp32 weights, gradients and two Adam moments, the teacher's
+    and the rollout engine's copies, and per token of a micro-batch what each layer keeps for the backward pass."""
+    n, c = sum(p.numel() for p in model.parameters()), model.config
+    kept = 10 * c.hidden_size + 4 * c.intermediate_size + 4 * c.num_attention_heads * c.head_dim  # floats a layer
+    state, copies = 16 * n, 4 * n * (2 if teacher else 0)
+    activations = 4 * config.train.micro_batch_tokens * c.num_hidden_layers * kept
+    mib = lambda size: f"{size / 2**20:,.0f} MiB"  # noqa: E731
+    return [f"parameters      {n:,}", f"memory          {mib(state + copies + activations)} (weights, gradients, Adam "
+            f"{mib(state)}; copies {mib(copies)}; activations {mib(activations)})"]
