@@ -23,8 +23,8 @@ from oprd.core.data import Order, read_sft, read_text
 from oprd.core.metrics import Last, Log, Mean, Progress, Sum
 from oprd.core.model import Model
 from oprd.core.objective import Distillation, Objective
-from oprd.core.plan import (check_support, data_file, describe, done, random_model, refresh_steps, stage_folder,
-                            starting_point, total_steps)
+from oprd.core.plan import (check_fits, check_oprd, check_recipe, data_file, describe, done, random_model,
+                            refresh_steps, stage_folder, starting_point, total_steps)
 from oprd.core.tokenizer import Tokenizer, train_bpe
 from oprd.core.trainer import Plan, Stopped, Trainer
 from oprd.parallel.mesh import Mesh
@@ -49,11 +49,16 @@ def main(argv: list[str]) -> int:
         Mesh.from_environment()
         torch.set_num_threads(config.run.threads or torch.get_num_threads())
         if options.dry_run:
-            print(settings.dump(config) + "\n" + describe(options.stage, config))
+            print(settings.dump(config))
+            for stage in RECIPE.values() if options.stage == "all" else (options.stage,):
+                print("\n".join([describe(stage, load(stage)), *settings.changes(config, load(stage))]))
             return 0
         STAGE[options.stage](config, load, options.resume)
     except Stopped as stopped:
         print(stopped)
+    except KeyboardInterrupt:
+        print("interrupted; --resume goes on from what is saved", file=sys.stderr)
+        return 130
     except (ValueError, OSError) as problem:
         settings.fail(problem)
     return 0
@@ -89,9 +94,10 @@ def sft(stage: str) -> Callable:
         rows = (read_text(path, chat.tokenizer, config.data.max_tokens) if stage == "pretrain" else
                 read_sft(path, chat, config.data.max_tokens, config.data.strict))
         order, t = Order(len(rows), config.run.seed), config.train
+        check_fits(config, rows)
         plan = Plan(total_steps(config, len(rows)), t, bf16=config.run.precision == "bf16")
         trainer = Trainer(plan, stage_folder(config, stage), start, resume)
-        write_settings(config, stage)
+        write_settings(config, stage_folder(config, stage))
         trainer.run(lambda step: ([rows[order[step * t.batch + i]] for i in range(t.batch)], {}))
     return run
 
@@ -103,18 +109,16 @@ def oprd(config: Config, load, resume: bool) -> None:
     start, chat = starting_point(config, "oprd")
     tasks = read_tasks(data_file(config, "oprd"))
     o, t, seed = config.oprd, config.train, config.run.seed
-    if t.batch % o.attempts_per_task:
-        raise ValueError(f"train.batch = {t.batch} must be a multiple of oprd.attempts_per_task = {o.attempts_per_task}")
-    check_support(config, hf.load_config(start))
+    check_oprd(config, hf.load_config(start))
     steps, order = total_steps(config, len(tasks) * o.attempts_per_task), Order(len(tasks), seed)
     plan = Plan(steps, t, Objective(o.lambda_success, o.lambda_failure, o.aggregate, o.denominator),
                 Distillation(o.top_k, o.temperature, o.direction, o.support), teacher=True,
                 shared=o.refresh == "shared", refresh=refresh_steps(config, steps), bf16=config.run.precision == "bf16")
-    trainer = Trainer(plan, stage_folder(config, "oprd"), start, resume)
-    write_settings(config, "oprd")
     harness = Harness(config, chat)
     harness.sweep()
-    teach = OutcomeRouting(harness.reminded, chat.reminder, o.routing, o.without_reminder)
+    trainer = Trainer(plan, stage_folder(config, "oprd"), start, resume)
+    write_settings(config, stage_folder(config, "oprd"))
+    teach = OutcomeRouting(harness.reminded, chat.reminder, t.micro_batch_tokens, o.routing, o.without_reminder)
     engine = native_engine(config, trainer.model, trainer.step)
     pool = harness.pool(engine, config.rollout)
 
@@ -144,6 +148,7 @@ def evaluation(config: Config, load, resume: bool) -> None:
 
 def everything(config: Config, load, resume: bool) -> None:
     """The recipe from nothing: data, random model, four stages, an evaluation of each checkpoint, one table."""
+    check_recipe(config)
     make_microswe(load("microswe"), load, resume)
     reports = []
     for label, stage in RECIPE.items():
@@ -182,6 +187,7 @@ def evaluate_model(config: Config, path: Path, folder: Path, name: str) -> Repor
     finally:
         engine.close()
         bar.close()
+    write_settings(config, folder)
     earlier = folder / "metrics.jsonl"
     number = sum(1 for _ in earlier.open("rb")) if earlier.exists() else 0  # an evaluation never replaces another
     with Log(folder, number) as log:
@@ -189,9 +195,8 @@ def evaluate_model(config: Config, path: Path, folder: Path, name: str) -> Repor
     return report
 
 
-def write_settings(config: Config, stage: str) -> None:
+def write_settings(config: Config, folder: Path) -> None:
     """The resolved settings, before step 0."""
-    folder = stage_folder(config, stage)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "settings.toml").write_text(settings.dump(config), encoding="utf-8")
 

@@ -25,7 +25,7 @@ class Section(BaseModel):
 
 class Run(Section):
     folder: str = Field("runs/micro", description="where everything of this run is written")
-    seed: int = Field(0, description="seeds data order, initial weights, sampling and MicroSWE")
+    seed: int = Field(0, ge=0, description="seeds data order, initial weights, sampling and MicroSWE")
     threads: int = Field(0, ge=0, description="CPU threads of torch; 0 leaves torch's choice")
     precision: Literal["bf16", "fp32"] = Field("bf16", description="autocast type of training matrix products")
 
@@ -185,10 +185,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     parser.add_argument("--config", metavar="FILE.toml", help="settings file")
     parser.add_argument("--resume", action="store_true", help="go on from the newest complete checkpoint")
     parser.add_argument("--dry-run", action="store_true", help="print settings and derived numbers, then stop")
-    groups = {}
+    groups = {section: parser.add_argument_group(f"[{section}]") for section in Config.model_fields}
     for name, field in fields().items():
         section = name.split(".")[0]
-        groups.setdefault(section, parser.add_argument_group(f"[{section}]"))
         default = field.default if not isinstance(field.default, tuple) else list(field.default)
         groups[section].add_argument(f"--{name}", metavar="", dest=name, default=argparse.SUPPRESS,
                                      help=f"{field.description} (default: {default!r})".replace("%", "%%"))
@@ -211,6 +210,8 @@ def load(path: str | None, stage: str, given: Mapping[str, str]) -> Config:
         except tomllib.TOMLDecodeError as problem:
             raise ValueError(f"{path}: not TOML: {problem}")
     overlays = tree.pop("stages", {})
+    if not isinstance(overlays, Mapping) or not all(isinstance(overlay, Mapping) for overlay in overlays.values()):
+        raise ValueError(f"{path}: [stages] must hold tables, such as [stages.oprd.train]")
     for name in overlays:
         if name not in STAGES:
             raise ValueError(f"{path}: [stages.{name}] is no stage; {_nearest(name, STAGES)}")
@@ -269,6 +270,13 @@ def dump(config: Config) -> str:
             lines.append(f"{name} = {json.dumps(list(value) if isinstance(value, tuple) else value)}")
         lines.append("")
     return "\n".join(lines)
+
+
+def changes(before: Config, after: Config) -> list[str]:
+    """`section.field = value` of every setting in which `after` differs."""
+    old, new = before.model_dump(by_alias=True), after.model_dump(by_alias=True)
+    return [f"{section}.{name} = {value!r}" for section, values in new.items() for name, value in values.items()
+            if value != old[section][name]]
 
 
 def fail(problem: Exception) -> NoReturn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Sequence
 
 import torch
 
@@ -12,6 +13,7 @@ from oprd.core.chat import Chat
 from oprd.core.config import Config
 from oprd.core.model import Model, ModelConfig
 from oprd.core.tokenizer import Tokenizer
+from oprd.core.types import Example
 
 FOLDERS = {"microswe": "random", "pretrain": "base", "coding-sft": "coding-sft", "if-sft": "if-sft", "oprd": "oprd"}
 BEFORE = {"pretrain": "microswe", "coding-sft": "pretrain", "if-sft": "coding-sft", "oprd": "if-sft", "eval": "oprd"}
@@ -66,14 +68,37 @@ def refresh_steps(config: Config, steps: int) -> frozenset[int]:
     """The optimizer steps before which the teacher takes the student's weights."""
     o = config.oprd
     if o.refresh == "fractions":
-        return frozenset(round(f * steps) for f in o.refresh_at)
+        return frozenset(round(f * steps) for f in o.refresh_at) & frozenset(range(1, steps))
     return frozenset(range(o.refresh_every, steps, o.refresh_every)) if o.refresh == "every" else frozenset()
 
 
-def check_support(config: Config, model: ModelConfig) -> None:
-    if config.oprd.support == "topk" and config.oprd.top_k > model.vocab_size:
-        raise ValueError(f"oprd.top_k = {config.oprd.top_k} must not exceed the model's vocabulary of "
+def check_oprd(config: Config, model: ModelConfig) -> None:
+    """ValueError for settings that an OPRD run could only fail with later."""
+    o, t, context = config.oprd, config.train, config.rollout.max_context_tokens
+    if t.batch % o.attempts_per_task:
+        raise ValueError(f"train.batch = {t.batch} must be a multiple of oprd.attempts_per_task = {o.attempts_per_task}")
+    if o.support == "topk" and o.top_k > model.vocab_size:
+        raise ValueError(f"oprd.top_k = {o.top_k} must not exceed the model's vocabulary of "
                          f"{model.vocab_size}; lower it or set oprd.support = full")
+    if context > t.micro_batch_tokens:
+        raise ValueError(f"rollout.max_context_tokens = {context} must not exceed train.micro_batch_tokens = "
+                         f"{t.micro_batch_tokens}; raise the second")
+
+
+def check_fits(config: Config, rows: Sequence[Example]) -> None:
+    """ValueError for a row that no micro-batch can hold."""
+    most = config.train.micro_batch_tokens
+    if long := next((row for row in rows if len(row.row.ids) > most), None):
+        raise ValueError(f"{long.source}: {len(long.row.ids)} tokens must not exceed train.micro_batch_tokens = {most}; "
+                         "raise it or lower data.max_tokens")
+
+
+def check_recipe(config: Config) -> None:
+    """ValueError for a setting that would make every stage of the recipe start or read the same."""
+    for section, field in (("model", "path"), ("data", "rows"), ("data", "tasks")):
+        if value := getattr(getattr(config, section), field):
+            raise ValueError(f"{section}.{field} = {value!r} would count for every stage of --stage all; set it for one, "
+                             f"under [stages.NAME.{section}] in the settings file, or run the stages one by one")
 
 
 def random_model(config: Config, tokenizer: Tokenizer) -> Model:

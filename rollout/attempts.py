@@ -38,7 +38,8 @@ class Attempt:
 @dataclass(frozen=True)
 class Outcome:
     """How an attempt went. `trouble` is None when it was judged: then trajectory and verdict are there. Else it names
-    the machine's failure (`infra_sandbox`, `infra_verifier`), and the attempt must not train."""
+    why it was not (`infra_sandbox`, `infra_verifier`: the machine failed; `invalid_verdict`: the grading cannot be
+    trusted), and the attempt must not train."""
 
     attempt: Attempt
     trajectory: Trajectory | None = None
@@ -93,8 +94,13 @@ class Attempts:
             announced = [ExitStack() for _ in range(min(self.workers, len(attempts)))]
             for stack in announced:
                 stack.enter_context(self.engine.worker())
-            for worker in [pool.submit(work, verifier, stack) for stack in announced]:
-                worker.result()
+            workers = [pool.submit(work, verifier, stack) for stack in announced]
+            try:
+                for worker in workers:
+                    worker.result()
+            except BaseException:  # Ctrl-C too: the pool would else work through every attempt before it lets go
+                stop.set()
+                raise
             return [future.result() for future in graded]
 
     def _attempt(self, attempt: Attempt, remind: Remind | None) -> Outcome:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Mapping
 
 from oprd.core.chat import Chat
@@ -22,14 +23,14 @@ from oprd.sandbox.sweep import run_label, sweep
 
 
 class Harness:
-    """Opens sandboxes and answers for reminders. `start()` removes what killed runs left behind."""
+    """Opens sandboxes and answers for reminders. `sweep()` removes what killed runs left behind."""
 
     def __init__(self, config: Config, chat: Chat):
         """Raises ValueError or FileNotFoundError for a rubric file or category that does not exist."""
         self.config, self.chat = config, chat
         s, r = config.sandbox, config.reminders
         limits = Limits(command_s=s.command_s, cpu_s=s.command_s, memory_mib=s.memory_mib,
-                             output_bytes=s.output_bytes)
+                        output_bytes=s.output_bytes)
         # a fresh sandbox at a task's base commit; raises Broke
         self.open_box: OpenBox = opener(s.kind, limits, run_label(config.run.folder))
         self.rubric: Rubric = load_rubric(*([MICRO] if r.micro_texts else []), *([r.rubric] if r.rubric else []))
@@ -43,12 +44,18 @@ class Harness:
                                         scopes=scopes)
 
     def sweep(self) -> list[str]:
-        """End what killed runs left on this machine; returns what was removed."""
+        """End what killed runs left on this machine; returns what was removed. ValueError: no Docker to ask."""
         if self.config.sandbox.kind == "local":
             return sweep()
-        import docker
+        try:
+            import docker  # an extra
 
-        return sweep(docker.from_env())
+            with closing(docker.from_env()) as client:
+                return sweep(client)
+        except ImportError:
+            raise ValueError("sandbox.kind = docker needs the docker package; install oprd[docker]") from None
+        except docker.errors.DockerException as problem:
+            raise ValueError(f"sandbox.kind = docker, but no Docker engine answers: {problem}") from None
 
     def pool(self, engine: Engine, sampling: Rollout | Eval) -> Attempts:
         """Runs attempts under this run's limits, sampling as the given section says."""

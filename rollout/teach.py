@@ -24,7 +24,7 @@ class Reminded:
 @dataclass(frozen=True)
 class Lesson:
     """What one attempt teaches. fate is `trained_success`, `trained_failure` or `dropped_<why>`; exactly the trained
-    ones have an example."""
+    ones have an example. reminders: what was found for an attempt to be distilled, dropped or not; else None."""
 
     fate: str
     example: Example | None = None
@@ -36,12 +36,14 @@ class OutcomeRouting:
 
     routing=False distils every attempt (the paper's OPSD row). without_reminder says what becomes of an attempt to be
     distilled for which no reminder was found: its teacher would read what the student read, so the loss could only
-    pull towards an older self; `drop` is the default (open in the paper), `distil` keeps it.
+    pull towards an older self; `drop` is the default (open in the paper), `distil` keeps it. An attempt that student
+    and teacher together cannot read within `most_tokens` (one micro-batch) is dropped: every reminded turn repeats
+    what stands before it.
     """
 
-    def __init__(self, remind: Callable[[Outcome], Reminded], encode: Encode, routing: bool = True,
+    def __init__(self, remind: Callable[[Outcome], Reminded], encode: Encode, most_tokens: int, routing: bool = True,
                  without_reminder: str = "drop"):
-        self.remind, self.encode = remind, encode
+        self.remind, self.encode, self.most_tokens = remind, encode, most_tokens
         self.routing, self.without_reminder = routing, without_reminder
 
     def __call__(self, outcome: Outcome) -> Lesson:
@@ -54,9 +56,11 @@ class OutcomeRouting:
             return Lesson("trained_success", student_example(trajectory, {"nll": 1.0}, "success", source=source))
         reminders = self.remind(outcome)
         if not reminders.global_ and not reminders.local and self.without_reminder == "drop":
-            return Lesson("dropped_no_reminder")
+            return Lesson("dropped_no_reminder", reminders=reminders)
         view = teacher_view(trajectory, self.encode, reminders.global_, reminders.local)
         example = student_example(trajectory, {"kl": 1.0}, "failure", view, source)
+        if len(example.row.ids) + sum(len(row.ids) for row in view.rows) > self.most_tokens:
+            return Lesson("dropped_too_long", reminders=reminders)
         return Lesson("trained_failure", example, reminders)
 
 
@@ -68,7 +72,7 @@ def fates(lessons: Sequence[Lesson]) -> Counter:
 def measured(outcomes: Sequence[Outcome], lessons: Sequence[Lesson]) -> dict[str, tuple[float, int]]:
     """Means of one step's rollouts, each as (total, count), by the name it has in the log."""
     judged = [o for o in outcomes if not o.trouble]
-    reminded = [lesson.reminders for lesson in lessons if lesson.reminders]
+    reminded = [lesson.reminders for lesson in lessons if lesson.reminders is not None]
     endings = Counter(o.trajectory.ending.value for o in judged)
     return {"rollout/pass_rate": (sum(o.verdict.resolved for o in judged), len(judged)),
             "rollout/tokens_per_attempt": (sum(o.trajectory.tokens() for o in judged), len(judged)),

@@ -1,6 +1,9 @@
 """The agent loop and the pool of attempts, with a scripted engine and a sandbox made of a dictionary."""
 
+import os
+import signal
 import threading
+import time
 from contextlib import contextmanager, nullcontext
 
 import pytest
@@ -215,6 +218,22 @@ def test_an_engine_that_breaks_ends_the_run_with_its_own_error(monkeypatch):
     with pytest.raises(RuntimeError, match="engine gone"):
         pool(engine, monkeypatch).run([Attempt(f"a{i}", TASK, i) for i in range(6)])
     assert threading.active_count() < 20
+
+
+def test_ctrl_c_ends_the_run_after_the_conversations_in_hand(monkeypatch):
+    engine, said = Engine([call("submit")]), []
+
+    def generate(session, *rest):
+        if not said:
+            os.kill(os.getpid(), signal.SIGINT)
+        said.append(session)
+        time.sleep(0.02)
+        return Engine.generate(engine, session, *rest)
+
+    engine.generate = generate
+    with pytest.raises(KeyboardInterrupt):
+        pool(engine, monkeypatch, workers=1).run([Attempt(f"a{i}", TASK, i) for i in range(100)])
+    assert len(said) < 50
 
 
 def test_two_attempts_may_not_share_a_name(monkeypatch):

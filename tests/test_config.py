@@ -40,6 +40,9 @@ def test_lists_are_read_from_the_command_line(tmp_path):
     ("[oprd]\nrefresh_at = [0.5, 1.5]\n", [], r"refresh_at = \[0.5, 1.5\] must lie between 0 and 1"),
     ("[oprd\n", [], r"c.toml: not TOML"),
     ("oprd = 3\n", [], r"\[oprd\] must be a table"),
+    ("stages = 3\n", [], r"\[stages\] must hold tables"),
+    ("[stages]\noprd = 3\n", [], r"\[stages\] must hold tables"),
+    ("", ["--run.seed", "-1"], r"run.seed = '-1'"),
 ])
 def test_a_mistake_is_one_line_that_names_the_place(tmp_path, text, argv, message):
     with pytest.raises(ValueError, match=message) as problem:
@@ -57,3 +60,10 @@ def test_every_setting_is_described_and_has_an_option():
         assert field.description, name
     options, given = config.parse(["--stage", "all", *[part for name in config.fields() for part in (f"--{name}", "1")]])
     assert set(given) == set(config.fields())
+
+
+def test_changes_names_what_a_stage_overlay_sets(tmp_path):
+    text = "[train]\nlr = 1.0\n[stages.oprd.train]\nlr = 2.0\n[stages.oprd.reminders]\nglobal = false\n"
+    common, stage = resolved(tmp_path, text, stage="eval"), resolved(tmp_path, text)
+    assert config.changes(common, stage) == ["train.lr = 2.0", "reminders.global = False"]
+    assert config.changes(stage, stage) == []
