@@ -60,9 +60,11 @@ def topk_kl(student_hidden: Tensor, student_head: Tensor, teacher_hidden: Tensor
     """The loss of every token: [N, Ds], [V, Ds], [N, Dt], [V, Dt] -> fp32 [N] (float64 for float64 input), stats.
 
     Gradients flow to the student's hidden states and head alone. Peak memory is a few chunks of logits. A k outside
-    1..V, a temperature <= 0, an unknown direction or support, or two vocabularies is a ValueError.
+    1..V, a temperature <= 0, an unknown direction or support, or two vocabularies is a ValueError. With the full
+    support k counts for the statistic `overlap` alone, and one above V is V.
     """
     V = len(student_head)
+    k = min(k, V) if support == "full" else k
     if len(teacher_head) != V:
         raise ValueError(f"student vocabulary = {V} must equal teacher vocabulary = {len(teacher_head)}")
     if not 1 <= k <= V:

@@ -54,6 +54,14 @@ def test_gradcheck(support, direction):
     assert torch.autograd.gradcheck(score, student)
 
 
+def test_the_full_support_does_not_ask_for_a_k():
+    student, teacher, _ = made(3, 7)
+    (loss, stats), (same_loss, same_stats) = (topk_kl(*student, *teacher, k, 1.0, support="full") for k in (100, 7))
+    assert torch.equal(loss, same_loss) and torch.equal(stats.overlap, same_stats.overlap)
+    with pytest.raises(ValueError, match="k = 100 must be between 1 and the vocabulary size = 7"):
+        topk_kl(*student, *teacher, 100, 1.0)
+
+
 def test_three_entries_by_hand():
     student = from_logits([math.log(0.5), math.log(0.3), math.log(0.2)])
     teacher = from_logits([math.log(0.1), math.log(0.3), math.log(0.6)])
