@@ -36,6 +36,7 @@ from oprd.rollout.native import NativeEngine
 from oprd.rollout.teach import OutcomeRouting, fates, measured
 from oprd.sandbox.task import read_tasks
 
+log = logging.getLogger("oprd")
 
 RECIPE = {"base": "pretrain", "+ Coding SFT": "coding-sft", "+ IF SFT": "if-sft", "+ OPRD": "oprd"}  # table row: stage
 
@@ -91,13 +92,14 @@ def sft(stage: str) -> Callable:
             return
         start, chat = starting_point(config, stage)
         path = data_file(config, stage)
-        rows = (read_text(path, chat.tokenizer, config.data.max_tokens) if stage == "pretrain" else
-                read_sft(path, chat, config.data.max_tokens, config.data.strict))
-        order, t = Order(len(rows), config.run.seed), config.train
+        d, t = config.data, config.train
+        rows = (read_text(path, chat.tokenizer, d.max_tokens, d.strict) if stage == "pretrain" else
+                read_sft(path, chat, d.max_tokens, d.strict))
+        order = Order(len(rows), config.run.seed)
         check_fits(config, rows)
         plan = Plan(total_steps(config, len(rows)), t, bf16=config.run.precision == "bf16")
         trainer = Trainer(plan, stage_folder(config, stage), start, resume)
-        write_settings(config, stage_folder(config, stage))
+        write_settings(config, stage_folder(config, stage), stage, resume)
         trainer.run(lambda step: ([rows[order[step * t.batch + i]] for i in range(t.batch)], {}))
     return run
 
@@ -117,7 +119,7 @@ def oprd(config: Config, load, resume: bool) -> None:
     harness = Harness(config, chat)
     harness.sweep()
     trainer = Trainer(plan, stage_folder(config, "oprd"), start, resume)
-    write_settings(config, stage_folder(config, "oprd"))
+    write_settings(config, stage_folder(config, "oprd"), "oprd", resume)
     teach = OutcomeRouting(harness.reminded, chat.reminder, t.micro_batch_tokens, o.routing, o.without_reminder)
     engine = native_engine(config, trainer.model, trainer.step)
     pool = harness.pool(engine, config.rollout)
@@ -187,7 +189,7 @@ def evaluate_model(config: Config, path: Path, folder: Path, name: str) -> Repor
     finally:
         engine.close()
         bar.close()
-    write_settings(config, folder)
+    write_settings(config, folder, "eval")
     earlier = folder / "metrics.jsonl"
     number = sum(1 for _ in earlier.open("rb")) if earlier.exists() else 0  # an evaluation never replaces another
     with Log(folder, number) as log:
@@ -195,10 +197,14 @@ def evaluate_model(config: Config, path: Path, folder: Path, name: str) -> Repor
     return report
 
 
-def write_settings(config: Config, folder: Path) -> None:
-    """The resolved settings, before step 0."""
+def write_settings(config: Config, folder: Path, stage: str, resume: bool = False) -> None:
+    """The resolved settings, before step 0. A resumed run is told where they differ from those it was started with."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "settings.toml").write_text(settings.dump(config), encoding="utf-8")
+    file, aside = folder / "settings.toml", folder / "settings.toml.tmp"
+    if resume and file.exists() and (new := settings.changes(settings.load(str(file), stage, {}), config)):
+        log.warning("%s: resumed with other settings than before, so not exactly: %s", folder, ", ".join(new))
+    aside.write_text(settings.dump(config), encoding="utf-8")
+    aside.rename(file)
 
 
 def attempt_seed(*parts: int) -> int:

@@ -61,8 +61,8 @@ class MicroSWE(Section):
 class Data(Section):
     rows: str = Field("", description="rows (JSONL) of pretrain (text), coding-sft, if-sft (messages); empty: MicroSWE's")
     tasks: str = Field("", description="task rows (JSONL) for oprd and eval; empty: MicroSWE's under run.folder")
-    strict: bool = Field(True, description="a bad row stops the run (true) or is skipped and counted (false)")
-    max_tokens: int = Field(1024, ge=8, description="longest training row")
+    strict: bool = Field(True, description="a bad training row stops the run (true) or is skipped and counted (false)")
+    max_tokens: int = Field(1024, ge=8, description="longest training row; longer texts (pretrain) are cut there")
 
 
 class Train(Section):

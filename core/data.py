@@ -13,7 +13,7 @@ import json
 import logging
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
 
 import numpy as np
 
@@ -34,52 +34,14 @@ def read_sft(
     in `skipped` and reported once in the log. A row longer than max_tokens is bad: a conversation cut in the middle
     would teach a turn without its end.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; expected JSON lines with `messages`")
-    examples: list[Example] = []
-    reasons: Counter = Counter()
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            where = f"{path}:{number}"
-            row: Any = None
-            try:
-                row = _parse(line)
-                examples.append(_example(row, chat, max_tokens, where))
-            except FieldError as error:
-                if strict:
-                    raise ValueError(f"{_place(where, row)}: {error}") from None
-                reasons[error.reason] += 1
-    if reasons:
-        counts = ", ".join(f"{reason} {count}" for reason, count in sorted(reasons.items()))
-        log.warning("%s: left out %d of %d rows: %s", path, reasons.total(), reasons.total() + len(examples), counts)
-    if skipped is not None:
-        skipped.update(reasons)
-    if not examples:
-        raise ValueError(f"{path}: no usable row ({reasons.total()} left out); at least one is needed")
-    return examples
+    return _read(path, lambda row, where: _example(row, chat, max_tokens, where), strict, skipped)
 
 
-def read_text(path: str | Path, tokenizer: Tokenizer, max_tokens: int) -> list[Example]:
+def read_text(path: str | Path, tokenizer: Tokenizer, max_tokens: int, strict: bool = True,
+              skipped: Counter | None = None) -> list[Example]:
     """Examples of a JSONL file of {"text": ...} lines: every token but the first is trained; long texts are cut.
-
-    A bad line is a ValueError that names file and line.
-    """
-    examples = []
-    with Path(path).open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            where = f"{path}:{number}"
-            try:
-                text = _parse(line).get("text")
-            except FieldError as error:
-                raise ValueError(f"{where}: {error}") from None
-            ids = np.asarray(tokenizer.encode(text) if isinstance(text, str) else (), np.int64)[:max_tokens]
-            if len(ids) < 2:
-                raise ValueError(f"{where}: text = {text!r} must be a string of two tokens or more")
-            examples.append(Example(Row(ids, np.arange(1, len(ids))), {"nll": np.ones(len(ids) - 1)}, source=where))
-    return examples
+    Bad rows: see read_sft."""
+    return _read(path, lambda row, where: _text_example(row, tokenizer, max_tokens, where), strict, skipped)
 
 
 class Order:
@@ -104,6 +66,47 @@ class Order:
             rng = np.random.Generator(np.random.PCG64([self.seed, epoch]))
             self._epoch, self._permutation = epoch, rng.permutation(self.n)
         return int(self._permutation[offset])
+
+
+def _read(path: str | Path, made: Callable[[dict, str], Example], strict: bool,
+          skipped: Counter | None) -> list[Example]:
+    """made: (row, its place) -> its example; raises FieldError."""
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file; expected JSON lines")
+    examples: list[Example] = []
+    reasons: Counter = Counter()
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            where = f"{path}:{number}"
+            row: Any = None
+            try:
+                row = _parse(line)
+                examples.append(made(row, where))
+            except FieldError as error:
+                if strict:
+                    raise ValueError(f"{_place(where, row)}: {error}") from None
+                reasons[error.reason] += 1
+    if reasons:
+        counts = ", ".join(f"{reason} {count}" for reason, count in sorted(reasons.items()))
+        log.warning("%s: left out %d of %d rows: %s", path, reasons.total(), reasons.total() + len(examples), counts)
+    if skipped is not None:
+        skipped.update(reasons)
+    if not examples:
+        raise ValueError(f"{path}: no usable row ({reasons.total()} left out); at least one is needed")
+    return examples
+
+
+def _text_example(row: dict, tokenizer: Tokenizer, max_tokens: int, where: str) -> Example:
+    text = row.get("text")
+    if not isinstance(text, str):
+        raise FieldError("text", f"must be a string, got {type(text).__name__}", "text")
+    ids = np.asarray(tokenizer.encode(text), np.int64)[:max_tokens]
+    if len(ids) < 2:
+        raise FieldError("text", f"{text!r} must have two tokens or more", "too_short")
+    return Example(Row(ids, np.arange(1, len(ids))), {"nll": np.ones(len(ids) - 1)}, source=_place(where, row))
 
 
 def _parse(line: bytes) -> dict:

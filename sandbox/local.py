@@ -219,6 +219,7 @@ class LocalSandbox:
         try:
             done = subprocess.run(["sh", "-c", command], cwd=self.host_root, stdin=subprocess.DEVNULL,
                                   capture_output=True, timeout=seconds,
+                                  start_new_session=True,  # a terminal's Ctrl-C is the trainer's to answer
                                   env={**self.env, "PRIVATE": str(self.folder / "private")})
         except (OSError, subprocess.TimeoutExpired) as problem:
             raise Broke(f"a sandbox command of ours failed: {problem}") from problem

@@ -9,6 +9,7 @@ from typing import Any, Mapping
 
 REQUIRED = ("instance_id", "repo", "base_commit", "problem_statement", "patch", "test_patch",
             "FAIL_TO_PASS", "PASS_TO_PASS", "install_config")
+LISTS = ("FAIL_TO_PASS", "PASS_TO_PASS")
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,17 @@ class Task:
 
 def task_from_row(row: Mapping[str, Any], where: str) -> Task:
     """Raises ValueError naming `where` and the field."""
+    if not isinstance(row, Mapping):
+        raise ValueError(f"{where}: a task must be a JSON object, got {type(row).__name__}")
     missing = [name for name in REQUIRED if name not in row]
     if missing:
         raise ValueError(f"{where}: task has no field {missing[0]}; a SWE-rebench V2 row needs {', '.join(REQUIRED)}")
-    if not isinstance(row["FAIL_TO_PASS"], list) or not row["FAIL_TO_PASS"]:
+    for name in REQUIRED:
+        wanted = list if name in LISTS else Mapping if name == "install_config" else str
+        if not isinstance(row[name], wanted):
+            kind = {list: "list", Mapping: "JSON object", str: "string"}[wanted]
+            raise ValueError(f"{where}: {name} must be a {kind}, got {type(row[name]).__name__}")
+    if not row["FAIL_TO_PASS"]:
         raise ValueError(f"{where}: FAIL_TO_PASS must be a non-empty list; a task without one cannot be graded")
     return Task(row["instance_id"], row["repo"], row["base_commit"], row["problem_statement"], row["patch"],
                 row["test_patch"], tuple(row["FAIL_TO_PASS"]), tuple(row["PASS_TO_PASS"]), row["install_config"],
@@ -57,15 +65,16 @@ def task_from_row(row: Mapping[str, Any], where: str) -> Task:
 def read_tasks(path: str | Path) -> list[Task]:
     """All tasks of a JSONL file. Raises FileNotFoundError, or ValueError naming file, line and field."""
     tasks = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as problem:
-            raise ValueError(f"{where}: not JSON ({problem.msg} at column {problem.colno}); is the file truncated?")
-        tasks.append(task_from_row(row, where))
+    with open(path, "rb") as lines:  # bytes: text may hold line separators of Unicode's, which end no JSON line
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            where = f"{path}:{number}"
+            try:
+                row = json.loads(line)
+            except ValueError as problem:
+                raise ValueError(f"{where}: not JSON ({problem}); is the file truncated?") from None
+            tasks.append(task_from_row(row, where))
     if not tasks:
         raise ValueError(f"{path}: no tasks in the file")
     return tasks

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Mapping
 
 from oprd.sandbox.box import Sandbox
+from oprd.sandbox.output import HeadTail
 
+READ_BYTES = 64 * 2**10  # of a file that `read` shows, head and tail; no context holds more
 PARAMETERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # tool -> (required, optional)
     "bash": (("command",), ()),
     "read": (("path",), ()),
@@ -64,8 +66,9 @@ def _bash(box: Sandbox, command: str, seconds: float | None) -> Answer:
 
 
 def _read(box: Sandbox, path: str) -> Answer:
-    text = box.read(path).decode("utf-8", errors="replace")
-    return Answer(text.rstrip("\n") or "(empty file)")
+    kept = HeadTail(READ_BYTES)
+    kept.add(box.read(path))
+    return Answer(kept.text().rstrip("\n") or "(empty file)")
 
 
 def _edit(box: Sandbox, path: str, old_string: str, new_string: str, replace_all: str = "false") -> Answer:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from oprd.core.chat import Chat
-from oprd.core.data import Order, read_sft
+from oprd.core.data import Order, read_sft, read_text
 from oprd.core.tokenizer import train_bpe
 
 CHAT = Chat(train_bpe(["user assistant tool def f(x):\n    return x\n"] * 9, 300))
@@ -141,3 +141,27 @@ def test_an_order_of_nothing_is_refused():
         Order(0, 1)
     with pytest.raises(IndexError, match="-1"):
         Order(3, 1)[-1]
+
+
+# --- plain text
+
+def test_a_text_trains_every_token_but_the_first_and_is_cut_at_the_limit(tmp_path):
+    file = write(tmp_path, {"text": "def f(x):"}, b"", {"text": "return return return"})
+    first, second = read_text(file, CHAT.tokenizer, 7)
+    ids = CHAT.tokenizer.encode("def f(x):")
+    assert first.row.ids.tolist() == list(ids) and first.row.targets.tolist() == list(range(1, len(ids)))
+    assert len(CHAT.tokenizer.encode("return return return")) > 4
+    [short] = read_text(write(tmp_path, {"text": "return return return"}), CHAT.tokenizer, 4)
+    assert short.row.ids.tolist() == second.row.ids.tolist()[:4]
+
+
+@pytest.mark.parametrize("line,message", [
+    (b'{"text": "cut', "rows.jsonl:2.*JSON"), ({"text": 3}, "rows.jsonl:2: .*text.* must be a string, got int"),
+    ({"text": "x"}, "rows.jsonl:2: .*two tokens"), ({"txt": "return x"}, "rows.jsonl:2: .*text.* got NoneType"),
+])
+def test_a_bad_text_is_named_or_left_out_as_asked(tmp_path, line, message):
+    file = write(tmp_path, {"text": "return x"}, line)
+    with pytest.raises(ValueError, match=message):
+        read_text(file, CHAT.tokenizer, 100)
+    skipped = Counter()
+    assert len(read_text(file, CHAT.tokenizer, 100, strict=False, skipped=skipped)) == 1 and skipped.total() == 1
