@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted; --resume goes on from what is saved", file=sys.stderr)
         return 130
-    except (ValueError, OSError) as problem:
+    except (ValueError, OSError, FloatingPointError) as problem:
         settings.fail(problem)
     return 0
 

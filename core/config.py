@@ -54,8 +54,8 @@ class MicroSWE(Section):
     relabels: int = Field(8, ge=1, description="consistently renamed copies written for every recording")
     oprd_tasks: int = Field(4000, ge=1, description="tasks in the OPRD pool")
     validation_tasks: int = Field(128, ge=1, description="held-out tasks, with names no training task has")
-    functions: int = Field(3, ge=2, description="functions in the wrong file, at most")
-    branches: int = Field(3, ge=2, description="branches of a scenario function, at most")
+    functions: int = Field(3, ge=2, le=5, description="functions in the wrong file, at most")
+    branches: int = Field(3, ge=2, le=5, description="branches of a scenario function, at most")
 
 
 class Data(Section):

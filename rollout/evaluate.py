@@ -16,8 +16,8 @@ CLASSES = ("R1", "R2", "R3", "R4")
 
 @dataclass(frozen=True)
 class Report:
-    """One evaluated policy. Rates are over judged attempts; `events` counts trajectories with an error of the class
-    (each fine category once a trajectory). inserted, followed: reminders shown at run time and those whose next turn
+    """One evaluated policy. Rates are over judged attempts; attempts - judged were dropped (a machine's failure).
+    events: errors by class, each fine category at most once a trajectory. inserted, followed: reminders shown at run time and those whose next turn
     did what they ask, by class; empty when not measured."""
 
     attempts: int
@@ -41,7 +41,8 @@ class Report:
 
     def scalars(self) -> dict[str, float]:
         """Flat names for the log."""
-        found = {"eval/resolution_rate": self.rate, "eval/judged": self.judged, "eval/tokens_per_attempt": self.tokens}
+        found = {"eval/resolution_rate": self.rate, "eval/judged": self.judged,
+                 "eval/dropped": self.attempts - self.judged, "eval/tokens_per_attempt": self.tokens}
         found |= {f"eval/error_events_{c}": n / max(1, self.judged) for c, n in self.events.items()}
         found |= {f"eval/ending_{e}": n / max(1, self.judged) for e, n in self.endings.items()}
         for c, n in self.inserted.items():
