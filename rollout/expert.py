@@ -89,7 +89,7 @@ def mistake(task: Task, rng: random.Random) -> tuple[list[ToolCall], list[ToolCa
     siblings = _sibling_edits(task, text)
     if siblings and rng.random() < 0.6:
         return [*start, rng.choice(siblings), CHECK], redo
-    word = rng.choice([w for w in FAMILIES["train"] if w not in text and w != m["right"]])
+    word = rng.choice([w for w in FAMILIES["train"] if not any(w[i : i + 2] in text + m["right"] for i in (0, 2))])
     return [*start, _repair(task, text, word), CHECK], redo
 
 

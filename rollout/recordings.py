@@ -24,7 +24,7 @@ from oprd.core.types import Reminder
 from oprd.rollout.attempts import OpenBox
 from oprd.rollout.expert import Remind, chat_row, mistake, perform, recovery_rows, solution
 from oprd.rollout.global_reminder import global_reminder
-from oprd.sandbox.microswe import FAMILIES, Difficulty, fixed_source, generate, relabel, relabelling
+from oprd.sandbox.microswe import FAMILIES, Difficulty, fixed_source, generate, pick, relabel, relabelling
 from oprd.sandbox.repo import extract_patch
 from oprd.sandbox.task import Task
 from oprd.sandbox.verify import verify
@@ -95,13 +95,13 @@ def pretraining_texts(seed: int, count: int, difficulty: Difficulty) -> list[str
     carries over to the others, and is what every stage after this one builds on: without it a model of this size stays
     for thousands of steps at guessing names.
     """
-    texts, words = [], FAMILIES["train"]
+    texts = []
     for i, task in enumerate(tasks_of("pretrain", seed, count, difficulty)):
         rng = random.Random(f"pretrain/{seed}/{i}")
         if i % 3 == 0:
-            texts.append("".join((rng.sample(words, rng.choice((3, 4, 6, 8, 12))) * 20)[:60]))
+            texts.append("".join((pick(rng, "train", rng.choice((3, 4, 6, 8, 12))) * 20)[:60]))
         elif i % 3 == 1:
-            names = rng.sample(words, rng.choice((2, 3, 4, 6, 8, 12, 16, 20)))
+            names = pick(rng, "train", rng.choice((2, 3, 4, 6, 8, 12, 16, 20)))
             separator = rng.choice((" ", "\n", "/", "_", ", ", '" "', "()\n"))
             texts.append(separator.join((names * 25)[: max(50, 2 * len(names))]))
         else:

@@ -106,7 +106,7 @@ def generate(seed: int, index: int, family: str = "train", kind: str | None = No
         raise ValueError(f"functions = {difficulty.functions} and branches = {difficulty.branches} must be 2 or more")
     rng = random.Random(f"microswe/{seed}/{family}/{index}")
     kind = kind or rng.choice(KINDS)
-    words = iter(rng.sample(FAMILIES[family], 32))
+    words = iter(pick(rng, family, 24))
     module, neighbour, name, wrong, right = (next(words) for _ in range(5))
 
     target, position = _target(kind, rng, words, name, wrong, difficulty)
@@ -127,6 +127,18 @@ def generate(seed: int, index: int, family: str = "train", kind: str | None = No
             "neighbour": f"src/{neighbour}.py" if kind == "scope" else None, "wrong": wrong, "right": right,
             "anchor": _anchor(target, position)}
     return repo.task(f"microswe__{family}-{seed}-{index}", statement, target.test_name(position), hidden_only, meta)
+
+
+def pick(rng: random.Random, family: str, count: int) -> list[str]:
+    """`count` words of a family (at most 24) that share no syllable: a name is told by any part of it."""
+    chosen: list[str] = []
+    used: set[str] = set()
+    while len(chosen) < count:
+        word = rng.choice(FAMILIES[family])
+        if not used & {word[:2], word[2:]} and word[:2] != word[2:]:
+            chosen.append(word)
+            used |= {word[:2], word[2:]}
+    return chosen
 
 
 def _target(kind: str, rng: random.Random, words, name: str, wrong: str, difficulty: Difficulty):
@@ -226,7 +238,7 @@ _LETTERS = re.compile(r"[a-z]+")
 def relabelling(value: Any, rng: random.Random, family: str = "train") -> dict[str, str]:
     """A random one-to-one renaming of all MicroSWE words in a JSON-like value, into words of `family`."""
     used = sorted({w for text in _strings(value) for w in _LETTERS.findall(text) if w in _POOL})
-    return dict(zip(used, rng.sample(FAMILIES[family], len(used))))
+    return dict(zip(used, pick(rng, family, len(used))))
 
 
 def relabel(value: Any, names: Mapping[str, str]) -> Any:
