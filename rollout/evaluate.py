@@ -17,8 +17,10 @@ CLASSES = ("R1", "R2", "R3", "R4")
 @dataclass(frozen=True)
 class Report:
     """One evaluated policy. Rates are over judged attempts; attempts - judged were dropped (a machine's failure).
-    events: errors by class, each fine category at most once a trajectory. inserted, followed: reminders shown at run time and those whose next turn
-    did what they ask, by class; empty when not measured."""
+
+    events: errors by class, each fine category at most once a trajectory. inserted, followed: reminders shown at run
+    time and those whose next turn did what they ask, by class; empty when not measured. resolved_reminded: the
+    resolution rate with those reminders."""
 
     attempts: int
     judged: int
