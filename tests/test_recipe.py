@@ -35,6 +35,8 @@ if_tasks = 3
 relabels = 2
 oprd_tasks = 6
 validation_tasks = 3
+[data]
+max_tokens = 2048
 [train]
 steps = 2
 batch = 4
