@@ -24,6 +24,8 @@ def opener(kind: str, limits: Limits, label: str, client=None) -> Callable[[Task
                 raise ValueError(f"{task.instance_id}: a local sandbox needs the task's files; use sandbox.kind docker")
             box = LocalSandbox({}, limits, label)
         else:
+            if not task.image_name:
+                raise ValueError(f"{task.instance_id}: a docker sandbox needs the task's image_name, which its row lacks")
             from oprd.sandbox.docker_box import DockerSandbox  # the docker SDK is an extra
 
             box = DockerSandbox(task.image_name, limits, label, client)

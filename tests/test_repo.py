@@ -5,8 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from oprd.sandbox.box import Limits
 from oprd.sandbox.gitstore import one_commit
+from oprd.sandbox.opener import opener
 from oprd.sandbox.repo import apply_patch, extract_patch
+from oprd.sandbox.sweep import run_label
 from sandbox_help import FILES, PATCH, TASK, open_local
 
 
@@ -130,3 +133,10 @@ def test_names_beyond_ascii_survive():
         box.write("docs/caf\u00e9.md", b"2\n")
         box.write("docs/\u65e5 \"q\".md", b"3\n")
         assert apply_patch(fresh, extract_patch(box)) == "" and tree(fresh) == tree(box)
+
+
+@pytest.mark.parametrize("kind,lacks", [("local", "files"), ("docker", "image_name")])
+def test_a_task_that_a_kind_of_sandbox_cannot_hold_is_refused_by_name(kind, lacks):
+    open_box = opener(kind, Limits(), run_label("nowhere"))
+    with pytest.raises(ValueError, match=f"a {kind} sandbox needs the task's {lacks}"):
+        open_box(replace(TASK, files={}, image_name=None))
