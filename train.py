@@ -1,5 +1,7 @@
 #!/usr/bin/env python
-"""Trains a coding agent, one stage at a time: `python train.py --stage NAME --config FILE.toml [--section.field value]`.
+"""Trains a coding agent, one stage at a time:
+
+    python train.py --stage NAME --config FILE.toml [--section.field value]
 
 Stages: microswe (make MicroSWE's data, tokenizer and a random model), pretrain (a base model from it), coding-sft,
 if-sft, oprd, eval, and all (the whole recipe with a table). docs/architecture.md is the map.

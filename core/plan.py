@@ -76,7 +76,8 @@ def check_oprd(config: Config, model: ModelConfig) -> None:
     """ValueError for settings that an OPRD run could only fail with later."""
     o, t, context = config.oprd, config.train, config.rollout.max_context_tokens
     if t.batch % o.attempts_per_task:
-        raise ValueError(f"train.batch = {t.batch} must be a multiple of oprd.attempts_per_task = {o.attempts_per_task}")
+        raise ValueError(f"train.batch = {t.batch} must be a multiple of oprd.attempts_per_task = "
+                         f"{o.attempts_per_task}")
     if o.support == "topk" and o.top_k > model.vocab_size:
         raise ValueError(f"oprd.top_k = {o.top_k} must not exceed the model's vocabulary of "
                          f"{model.vocab_size}; lower it or set oprd.support = full")
@@ -89,16 +90,16 @@ def check_fits(config: Config, rows: Sequence[Example]) -> None:
     """ValueError for a row that no micro-batch can hold."""
     most = config.train.micro_batch_tokens
     if long := next((row for row in rows if len(row.row.ids) > most), None):
-        raise ValueError(f"{long.source}: {len(long.row.ids)} tokens must not exceed train.micro_batch_tokens = {most}; "
-                         "raise it or lower data.max_tokens")
+        raise ValueError(f"{long.source}: {len(long.row.ids)} tokens must not exceed train.micro_batch_tokens = "
+                         f"{most}; raise it or lower data.max_tokens")
 
 
 def check_recipe(config: Config) -> None:
     """ValueError for a setting that would make every stage of the recipe start or read the same."""
     for section, field in (("model", "path"), ("data", "rows"), ("data", "tasks")):
         if value := getattr(getattr(config, section), field):
-            raise ValueError(f"{section}.{field} = {value!r} would count for every stage of --stage all; set it for one, "
-                             f"under [stages.NAME.{section}] in the settings file, or run the stages one by one")
+            raise ValueError(f"{section}.{field} = {value!r} would count for every stage of --stage all; set it for "
+                             f"one, under [stages.NAME.{section}] in the settings file, or run the stages one by one")
 
 
 def random_model(config: Config, tokenizer: Tokenizer) -> Model:
