@@ -36,11 +36,12 @@ from oprd.rollout.evaluate import Report, attempts_at, evaluate, table
 from oprd.rollout.harness import Harness
 from oprd.rollout.native import NativeEngine
 from oprd.rollout.teach import OutcomeRouting, fates, measured
+from oprd.sandbox.box import Broke
 from oprd.sandbox.task import read_tasks
 
-log = logging.getLogger("oprd")
-
 RECIPE = {"base": "pretrain", "+ Coding SFT": "coding-sft", "+ IF SFT": "if-sft", "+ OPRD": "oprd"}  # table row: stage
+
+MAY_CHANGE = ("run.folder", "run.threads", "train.keep", "train.checkpoint_every", "rollout.verifiers", "eval.", "microswe.")
 
 
 def main(argv: list[str]) -> int:
@@ -64,6 +65,9 @@ def main(argv: list[str]) -> int:
         return 130
     except (ValueError, OSError, FloatingPointError) as problem:
         settings.fail(problem)
+    except Broke as problem:
+        print(f"error: the machine failed: {problem}; mend it, --resume goes on from what is saved", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -158,7 +162,9 @@ def everything(config: Config, load, resume: bool) -> None:
     for label, stage in RECIPE.items():
         STAGE[stage](load(stage), load, resume)
         model = stage_folder(config, stage) / "model"
-        reports.append((label, evaluate_model(load("eval"), model, stage_folder(config, stage) / "eval", label)))
+        folder = stage_folder(config, stage) / "eval"
+        kept = Report.load(folder) if resume else None  # of this very model: a stage that is done stays as it is
+        reports.append((label, kept or evaluate_model(load("eval"), model, folder, label)))
         print(table(reports[-1:]), flush=True)
     text = table(reports)
     (Path(config.run.folder) / "table.txt").write_text(text + "\n", encoding="utf-8")
@@ -178,7 +184,7 @@ def native_engine(config: Config, model: Model, version: int) -> NativeEngine:
 
 def evaluate_model(config: Config, path: Path, folder: Path, name: str) -> Report:
     tokenizer = Tokenizer.load(path)
-    chat, e = Chat(tokenizer, config.chat.dialect), config.eval
+    chat, e = Chat(tokenizer, config.chat.dialect, config.chat.generation), config.eval
     tasks = read_tasks(data_file(config, "eval"))
     tasks = tasks[: e.tasks or len(tasks)]
     harness, engine = Harness(config, chat), native_engine(config, hf.load(path), 0)
@@ -196,15 +202,19 @@ def evaluate_model(config: Config, path: Path, folder: Path, name: str) -> Repor
     number = sum(1 for _ in earlier.open("rb")) if earlier.exists() else 0  # an evaluation never replaces another
     with Log(folder, number) as log:
         log.write(number, {metric: Last(value) for metric, value in report.scalars().items()})
+    report.save(folder)
     return report
 
 
 def write_settings(config: Config, folder: Path, stage: str, resume: bool = False) -> None:
-    """The resolved settings, before step 0. A resumed run is told where they differ from those it was started with."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """The resolved settings, before step 0. A resume that would not continue the same run is a ValueError."""
     file, aside = folder / "settings.toml", folder / "settings.toml.tmp"
-    if resume and file.exists() and (new := settings.changes(settings.load(str(file), stage, {}), config)):
-        log.warning("%s: resumed with other settings than before, so not exactly: %s", folder, ", ".join(new))
+    if resume and file.exists():
+        changed = settings.changes(settings.load(str(file), stage, {}), config)
+        if new := [c for c in changed if not c.startswith(MAY_CHANGE)]:
+            raise ValueError(f"{folder} was started with other settings than {', '.join(new)}; resume with the same ones "
+                             "or choose another run.folder")
+    folder.mkdir(parents=True, exist_ok=True)
     aside.write_text(settings.dump(config), encoding="utf-8")
     aside.rename(file)
 

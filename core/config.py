@@ -43,6 +43,8 @@ class Model(Section):
 
 class ChatSettings(Section):
     dialect: Literal["xml", "json"] = Field("xml", description="form of tool calls: xml (Qwen3.5) or json (Qwen3)")
+    generation: Literal["plain", "no_think"] = Field("plain", description="generation prompt: with an empty think block?")
+    tools: bool = Field(True, description="whether the system message lists the tools' schemas (as Qwen's templates do)")
     system: str = Field("Fix the bug.", description="system message of every conversation")
 
 
@@ -98,6 +100,8 @@ class Rollout(Section):
 
 class SandboxSettings(Section):
     kind: Literal["local", "docker"] = Field("local", description="local is no security boundary; docker is one")
+    image: str = Field("", description="docker: the image of tasks that name none (MicroSWE's; needs python3 and git)")
+    tests_s: float = Field(120.0, gt=0, description="seconds of wall clock for the hidden tests")
     command_s: float = Field(20.0, gt=0, description="seconds of wall clock for one command")
     memory_mib: int = Field(1024, ge=16, description="memory of one sandbox")
     output_bytes: int = Field(4096, ge=64, description="bytes of a command's output an agent sees, head and tail")

@@ -38,7 +38,7 @@ def starting_point(config: Config, stage: str) -> tuple[Path, Chat]:
         raise FileNotFoundError(f"{path} does not exist; run --stage {BEFORE[stage]} first, or set model.path")
     tokenizer = Tokenizer.load(path)
     tokenizer.fits(hf.load_config(path).vocab_size)
-    return path, Chat(tokenizer, config.chat.dialect)
+    return path, Chat(tokenizer, config.chat.dialect, config.chat.generation)
 
 
 def data_path(config: Config, stage: str) -> Path:

@@ -11,7 +11,7 @@ from oprd.core.types import Ending, Observation, Reminder, ToolCall, Trajectory,
 from oprd.rollout.engine import Engine, Sampling
 from oprd.sandbox.box import Sandbox
 from oprd.sandbox.task import Task
-from oprd.sandbox.tools import call_tool
+from oprd.sandbox.tools import SCHEMAS, call_tool
 
 Visible = tuple[ToolCall | None, Observation]
 Remind = Callable[[Task, Sequence[Visible], Sequence[Reminder]], Reminder | None]
@@ -28,6 +28,8 @@ class AgentLimits:
     max_malformed: int  # malformed replies in a row
     attempt_s: float
     command_s: float  # one tool call
+    tests_s: float = 120.0  # the hidden tests
+    tools: bool = False  # whether the system message lists the tools' schemas
 
 
 def converse(attempt_id: str, task: Task, engine: Engine, chat: Chat, box: Sandbox, limits: AgentLimits,
@@ -44,7 +46,7 @@ def converse(attempt_id: str, task: Task, engine: Engine, chat: Chat, box: Sandb
     visible: list[Visible] = []
     given: list[Reminder] = []
     history: list[int] = []  # everything earlier turns left visible
-    pending = chat.open(limits.system, task.problem_statement) + (chat.reminder(start.text) if start else ())
+    pending = chat.open(limits.system, task.problem_statement, SCHEMAS if limits.tools else None) + (chat.reminder(start.text) if start else ())
     reminder: Reminder | None = None
     malformed = 0
     ending = Ending.TURN_LIMIT

@@ -62,7 +62,8 @@ class Attempts:
             on_done: Callable[[Outcome], None] = lambda outcome: None) -> list[Outcome]:
         """Run all attempts; `on_done` hears of each as it is judged (from worker threads, one at a time).
 
-        An exception that is not the machine's (an engine that broke, a bug) ends the run and is raised here.
+        An exception that is not the machine's (an engine that broke, a bug) ends the run and is raised here; so does a
+        machine on which not one attempt could be judged (Broke).
         """
         if len({a.id for a in attempts}) != len(attempts):
             raise ValueError("attempt ids must be unique")
@@ -101,7 +102,11 @@ class Attempts:
             except BaseException:  # Ctrl-C too: the pool would else work through every attempt before it lets go
                 stop.set()
                 raise
-            return [future.result() for future in graded]
+            outcomes = [future.result() for future in graded]
+        if outcomes and all((o.trouble or "").startswith("infra") for o in outcomes):
+            # Single failures are dropped and counted; a machine on which nothing works must not look like a run.
+            raise Broke(f"none of {len(outcomes)} attempts could be judged ({outcomes[0].trouble} first)")
+        return outcomes
 
     def _attempt(self, attempt: Attempt, remind: Remind | None) -> Outcome:
         for _ in range(self.retries + 1):
@@ -120,7 +125,7 @@ class Attempts:
         o = outcome
         for _ in range(self.retries + 1):
             try:
-                verdict = verify(o.attempt.task, o.patch, self.open_box)
+                verdict = verify(o.attempt.task, o.patch, self.open_box, self.limits.tests_s)
             except Broke:
                 continue
             return Outcome(o.attempt, o.trajectory, o.given, o.patch, verdict,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Callable, Mapping, Sequence
 
 from oprd.core.types import Reminder
@@ -40,6 +42,18 @@ class Report:
     def following(self) -> float | None:
         total = sum(self.inserted.values())
         return sum(self.followed.values()) / total if total else None
+
+    def save(self, folder: Path) -> None:
+        """Write `report.json`, aside and renamed."""
+        aside = folder / "report.json.tmp"
+        aside.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        aside.rename(folder / "report.json")
+
+    @staticmethod
+    def load(folder: Path) -> "Report | None":
+        """What `save` wrote, or None."""
+        file = folder / "report.json"
+        return Report(**json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
 
     def scalars(self) -> dict[str, float]:
         """Flat names for the log."""

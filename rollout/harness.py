@@ -32,7 +32,7 @@ class Harness:
         limits = Limits(command_s=s.command_s, cpu_s=s.command_s, memory_mib=s.memory_mib,
                         output_bytes=s.output_bytes)
         # a fresh sandbox at a task's base commit; raises Broke
-        self.open_box: OpenBox = opener(s.kind, limits, run_label(config.run.folder))
+        self.open_box: OpenBox = opener(s.kind, limits, run_label(config.run.folder), s.image)
         self.rubric: Rubric = load_rubric(*([MICRO] if r.micro_texts else []), *([r.rubric] if r.rubric else []))
         for name in r.disabled:
             if name not in self.rubric:
@@ -61,7 +61,8 @@ class Harness:
         """Runs attempts under this run's limits, sampling as the given section says."""
         r, stop = self.config.rollout, self.chat.stop_ids
         limits = AgentLimits(self.config.chat.system, r.max_turns, r.max_context_tokens, r.max_turn_tokens,
-                             r.max_malformed, r.attempt_s, self.config.sandbox.command_s)
+                             r.max_malformed, r.attempt_s, self.config.sandbox.command_s,
+                             self.config.sandbox.tests_s, self.config.chat.tools)
         how = Sampling(sampling.temperature, sampling.top_p, r.max_turn_tokens, tuple(stop))
         return Attempts(engine, self.chat, self.open_box, limits, how, r.workers, r.verifiers)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,9 +52,12 @@ class Recorder:
         return self._each(tasks, self._follow, done)
 
     def _each(self, tasks, record, done) -> list[dict[str, Any]]:
+        lock = threading.Lock()
+
         def one(task: Task) -> list[dict[str, Any]]:
             rows = record(task)
-            done()
+            with lock:
+                done()
             return rows
 
         with ThreadPoolExecutor(self.threads) as pool:

@@ -130,7 +130,9 @@ def generate(seed: int, index: int, family: str = "train", kind: str | None = No
 
 
 def pick(rng: random.Random, family: str, count: int) -> list[str]:
-    """`count` words of a family (at most 24) that share no syllable: a name is told by any part of it."""
+    """`count` words of a family that share no syllable: a name is told by any part of it. At most 26."""
+    if count > 26:
+        raise ValueError(f"count = {count} words that share no syllable: at most 26 can be found")
     chosen: list[str] = []
     used: set[str] = set()
     while len(chosen) < count:

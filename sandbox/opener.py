@@ -10,8 +10,9 @@ from oprd.sandbox.repo import prepare
 from oprd.sandbox.task import Task
 
 
-def opener(kind: str, limits: Limits, label: str, client=None) -> Callable[[Task], Sandbox]:
-    """A function that opens a fresh box of `kind` (`local` or `docker`) at a task's base; `label` names the run.
+def opener(kind: str, limits: Limits, label: str, image: str = "", client=None) -> Callable[[Task], Sandbox]:
+    """A function that opens a fresh box of `kind` (`local` or `docker`) at a task's base; `label` names the run;
+    `image` is used for tasks that name none (MicroSWE's; it needs python3 and git).
 
     The function raises Broke when the machine fails, ValueError for a task that this kind cannot hold.
     """
@@ -24,11 +25,11 @@ def opener(kind: str, limits: Limits, label: str, client=None) -> Callable[[Task
                 raise ValueError(f"{task.instance_id}: a local sandbox needs the task's files; use sandbox.kind docker")
             box = LocalSandbox({}, limits, label)
         else:
-            if not task.image_name:
-                raise ValueError(f"{task.instance_id}: a docker sandbox needs the task's image_name, which its row lacks")
+            if not (task.image_name or image):
+                raise ValueError(f"{task.instance_id}: its row has no image_name for a docker sandbox; set sandbox.image")
             from oprd.sandbox.docker_box import DockerSandbox  # the docker SDK is an extra
 
-            box = DockerSandbox(task.image_name, limits, label, client)
+            box = DockerSandbox(task.image_name or image, limits, label, client)
         try:
             prepare(task, box)
         except BaseException:

@@ -20,6 +20,19 @@ PARAMETERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # tool -> (r
     "submit": ((), ()),
 }
 
+_TEXT = {
+    "bash": ("Run a shell command in the repository.", {"command": "The command; its input is empty."}),
+    "read": ("Read a text file.", {"path": "Path relative to the repository."}),
+    "edit": ("Replace a string that occurs once in a file.",
+             {"path": "Path relative to the repository.", "old_string": "The text to replace, exactly as in the file.",
+              "new_string": "The text to put there.", "replace_all": "true to replace every occurrence."}),
+    "submit": ("Hand in the work. Nothing can be done after it.", {}),
+}
+SCHEMAS = [{"type": "function", "function": {
+    "name": name, "description": _TEXT[name][0], "parameters": {
+        "type": "object", "properties": {p: {"type": "string", "description": text} for p, text in _TEXT[name][1].items()},
+        "required": list(required)}}} for name, (required, _) in PARAMETERS.items()]
+
 
 @dataclass(frozen=True)
 class Answer:

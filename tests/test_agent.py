@@ -190,7 +190,7 @@ def pool(engine, monkeypatch, broken=0, verdict=Verdict(True), workers=4):
         return nullcontext(Box())
 
     monkeypatch.setattr(pool_module, "extract_patch", lambda box: b"p")
-    monkeypatch.setattr(pool_module, "verify", lambda task, patch, box: verdict)
+    monkeypatch.setattr(pool_module, "verify", lambda task, patch, box, seconds: verdict)
     return Attempts(engine, CHAT, open_box, LIMITS, SAMPLING, workers=workers, verifiers=2)
 
 
@@ -206,8 +206,11 @@ def test_outcomes_come_back_in_order_one_for_each_attempt(monkeypatch):
 def test_a_broken_machine_is_tried_again_then_named_and_never_a_reward_of_0(monkeypatch):
     outcomes = pool(Engine([call("submit")]), monkeypatch, broken=1).run([Attempt("a", TASK, 0)])
     assert outcomes[0].trouble is None
-    outcomes = pool(Engine([call("submit")]), monkeypatch, broken=2).run([Attempt("a", TASK, 0)])
-    assert outcomes[0].trouble == "infra_sandbox" and outcomes[0].verdict is None
+    both = [Attempt("a", TASK, 0), Attempt("b", TASK, 0)]
+    outcomes = pool(Engine([call("submit")]), monkeypatch, broken=2, workers=1).run(both)
+    assert outcomes[0].trouble == "infra_sandbox" and outcomes[0].verdict is None and outcomes[1].trouble is None
+    with pytest.raises(Broke, match="none of 2 attempts could be judged"):
+        pool(Engine([call("submit")]), monkeypatch, broken=99).run(both)
     outcomes = pool(Engine([call("submit")]), monkeypatch, verdict=Verdict(False, valid=False)).run([Attempt("a", TASK, 0)])
     assert outcomes[0].trouble == "invalid_verdict"
 

@@ -27,6 +27,8 @@ heads = 2
 kv_heads = 1
 head_dim = 16
 intermediate = 64
+[chat]
+tools = false
 [microswe]
 vocabulary = 420
 pretrain_texts = 6
