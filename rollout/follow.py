@@ -48,7 +48,12 @@ def _goes_to_named_path(reminder: Reminder, before: Sequence[Turn], turn: Turn) 
 
 def _stops(reminder: Reminder, before: Sequence[Turn], turn: Turn) -> bool:
     """Takes the surplus edit back, or stops."""
-    return turn.call.name == "submit" or "git checkout" in _command(turn.call) or turn.call.name == "edit"
+    if turn.call.name == "submit" or "git checkout" in _command(turn.call):
+        return True
+    surplus = next((t.call.arguments for t in reversed(before) if t.call and t.call.name == "edit"), None)
+    back = turn.call.arguments
+    return (turn.call.name == "edit" and surplus is not None and back.get("old_string") == surplus.get("new_string")
+            and back.get("new_string") == surplus.get("old_string"))
 
 
 def _command(call: ToolCall) -> str:
