@@ -60,10 +60,8 @@ def _repair(task: Task, text: str, word: str | None = None) -> ToolCall:
 
 
 def solution(task: Task) -> list[ToolCall]:
-    """The expert's calls: read what is named, (read the failing test where the statement hides the word), make the
-    smallest edit, validate once, stop."""
-    look = [CHECK] if task.meta["kind"] == "validate" else []
-    return [read(task.meta["path"]), *look, _repair(task, task.files[task.meta["path"]]), CHECK, SUBMIT]
+    """The expert's calls: read what is named, see the failure, make the smallest edit, validate once, stop."""
+    return [read(task.meta["path"]), CHECK, _repair(task, task.files[task.meta["path"]]), CHECK, SUBMIT]
 
 
 def mistake(task: Task, rng: random.Random) -> tuple[list[ToolCall], list[ToolCall]]:
@@ -82,7 +80,7 @@ def mistake(task: Task, rng: random.Random) -> tuple[list[ToolCall], list[ToolCa
         word = _answer_of(other, m["function"])
         wrong = edit(m["neighbour"], f'return "{word}"', f'return "{m["right"]}"')
         return [read(m["neighbour"]), wrong, CHECK], [RESTORE, *solution(task)]
-    look = [CHECK] if m["kind"] == "validate" and rng.random() < 0.5 else []
+    look = [CHECK] if rng.random() < 0.7 else []
     start = [read(m["path"]), *look]
     if text.count(line) > 1 and rng.random() < 0.5:
         return [*start, edit(m["path"], line, f'return "{m["right"]}"')], [_repair(task, text), CHECK, SUBMIT]
