@@ -155,12 +155,16 @@ def evaluation(config: Config, load, resume: bool) -> None:
 
 
 def everything(config: Config, load, resume: bool) -> None:
-    """The recipe from nothing: data, random model, four stages, an evaluation of each checkpoint, one table."""
+    """The recipe: data, random model, four stages, an evaluation of each checkpoint, one table. With run.ready, the
+    stages that have a model there are not trained again."""
     check_recipe(config)
-    make_microswe(load("microswe"), load, resume)
+    ready = take_ready(config, resume) if config.run.ready else set()
+    if not ready:
+        make_microswe(load("microswe"), load, resume)
     reports = []
     for label, stage in RECIPE.items():
-        STAGE[stage](load(stage), load, resume)
+        if stage not in ready:
+            STAGE[stage](load(stage), load, resume)
         model = stage_folder(config, stage) / "model"
         folder = stage_folder(config, stage) / "eval"
         kept = Report.load(folder) if resume else None  # of this very model: a stage that is done stays as it is
@@ -173,6 +177,25 @@ def everything(config: Config, load, resume: bool) -> None:
 
 STAGE = {"microswe": make_microswe, "pretrain": sft("pretrain"), "coding-sft": sft("coding-sft"),
          "if-sft": sft("if-sft"), "oprd": oprd, "eval": evaluation, "all": everything}
+
+
+def take_ready(config: Config, resume: bool) -> set[str]:
+    """Copy the ready models into the run's folder and write the task files. Returns the stages they stand for.
+
+    Raises FileNotFoundError when there is none, ValueError when the folder already holds a run.
+    """
+    found = {stage for stage in RECIPE.values() if (Path(config.run.ready) / stage_folder(config, stage).name).is_dir()}
+    if not found:
+        raise FileNotFoundError(f"run.ready = {config.run.ready!r} holds none of the folders base, coding-sft, if-sft, oprd")
+    if not resume and Path(config.run.folder).exists():
+        raise ValueError(f"{config.run.folder} already holds a run; add --resume to go on with it, or choose another "
+                         "run.folder")
+    for folder in (stage_folder(config, stage) for stage in found):
+        source = Path(config.run.ready) / folder.name
+        if not (folder / "model").exists():
+            hf.save(hf.load(source), folder / "model", tokenizer_from=source)
+    recordings.make_task_files(Path(config.run.folder) / "data", config.microswe, config.run.seed)
+    return found
 
 
 # --- parts --------------------------------------------------------------------------------------------------------

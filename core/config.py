@@ -25,6 +25,7 @@ class Section(BaseModel):
 
 class Run(Section):
     folder: str = Field("runs/micro", description="where everything of this run is written")
+    ready: str = Field("", description="stage all: folder of ready models of the first stages (base, coding-sft, ...)")
     seed: int = Field(0, ge=0, description="seeds data order, initial weights, sampling and MicroSWE")
     threads: int = Field(0, ge=0, description="CPU threads of torch; 0 leaves torch's choice")
     precision: Literal["bf16", "fp32"] = Field("bf16", description="autocast type of training matrix products")

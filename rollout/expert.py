@@ -23,6 +23,7 @@ from oprd.sandbox.task import Task
 from oprd.sandbox.tools import call_tool
 
 CHECK = ToolCall("bash", {"command": "python check.py"})
+LIST = ToolCall("bash", {"command": "ls src"})
 RESTORE = ToolCall("bash", {"command": "git checkout ."})
 SUBMIT = ToolCall("submit", {})
 
@@ -67,12 +68,18 @@ def solution(task: Task) -> list[ToolCall]:
 def mistake(task: Task, rng: random.Random) -> tuple[list[ToolCall], list[ToolCall]]:
     """A plausible wrong beginning, and the recovery that the reminder asks for up to the submission.
 
-    The mistakes are those of an undertrained model: the short edit of an ambiguous line, the neighbour's file, a
-    sibling's answer, a wrong word.
+    The mistakes are those of an undertrained model: a path that does not exist, the short edit of an ambiguous line,
+    the neighbour's file, a sibling's answer, a wrong word.
     """
     m, text = task.meta, task.files[task.meta["path"]]
     line = f'return "{m["wrong"]}"'
     redo = [RESTORE, _repair(task, text), CHECK, SUBMIT]
+    if rng.random() < 0.35:
+        path = f"src/{_foreign_word(rng, task)}.py"
+        if rng.random() < 0.3:
+            return [read(path)], [LIST, *solution(task)]
+        lost = ToolCall("edit", {**_repair(task, text).arguments, "path": path})
+        return [read(m["path"]), CHECK, lost], [LIST, _repair(task, text), CHECK, SUBMIT]
     if m["kind"] == "scope" and rng.random() < 0.5:
         return [read(m["neighbour"])], solution(task)
     if m["kind"] == "scope":
@@ -87,8 +94,13 @@ def mistake(task: Task, rng: random.Random) -> tuple[list[ToolCall], list[ToolCa
     siblings = _sibling_edits(task, text)
     if siblings and rng.random() < 0.6:
         return [*start, rng.choice(siblings), CHECK], redo
-    word = rng.choice([w for w in FAMILIES["train"] if not any(w[i : i + 2] in text + m["right"] for i in (0, 2))])
-    return [*start, _repair(task, text, word), CHECK], redo
+    return [*start, _repair(task, text, _foreign_word(rng, task)), CHECK], redo
+
+
+def _foreign_word(rng: random.Random, task: Task) -> str:
+    """A training word that shares no syllable with the task's statement and source."""
+    known = task.problem_statement + task.files[task.meta["path"]]
+    return rng.choice([w for w in FAMILIES["train"] if not any(w[i : i + 2] in known for i in (0, 2))])
 
 
 def _answer_of(text: str, function: str) -> str:
@@ -144,18 +156,24 @@ def chat_row(row_id: str, system: str, task: Task, steps: Sequence[Step], traine
     return {"id": row_id, "task_id": task.instance_id, "messages": messages}
 
 
-def recovery_rows(row_id: str, system: str, task: Task, steps: Sequence[Step], mistakes: int) -> list[dict[str, Any]]:
-    """`followed` rows, one for every reminder the scripted mistakes fired, and the `continued` row.
+def followed_rows(row_id: str, system: str, task: Task, steps: Sequence[Step], mistakes: int) -> list[dict[str, Any]]:
+    """One row for every reminder that the next step follows: the conversation up to that step, which alone is trained.
 
-    `mistakes` is the number of wrong steps the script began with. A reminder is followed when the step after it
-    belongs to the recovery; a reminder fired between two mistakes teaches nothing and is left out.
+    `mistakes` is the number of wrong steps the script began with: a reminder fired between two of them is followed by
+    nothing and is left out.
     """
-    rows, n = [], len(steps)
+    rows = []
     for i, step in enumerate(steps[:-1]):
         if step.reminder and i + 1 >= mistakes:
             trained = [j == i + 1 for j in range(i + 2)]
             row = chat_row(f"{row_id}/followed-{i}", system, task, steps[: i + 2], trained, before_last=step.reminder)
             rows.append({**row, "category": step.reminder.category})
+    return rows
+
+
+def recovery_rows(row_id: str, system: str, task: Task, steps: Sequence[Step], mistakes: int) -> list[dict[str, Any]]:
+    """The `followed` rows of a scripted mistake, and the `continued` row if there is any of them."""
+    rows = followed_rows(row_id, system, task, steps, mistakes)
     if rows:
-        rows.append(chat_row(f"{row_id}/continued", system, task, steps, [j > mistakes for j in range(n)]))
+        rows.append(chat_row(f"{row_id}/continued", system, task, steps, [j > mistakes for j in range(len(steps))]))
     return rows

@@ -23,7 +23,7 @@ from typing import Any, Callable, Iterable, Sequence
 from oprd.core.config import MicroSWE
 from oprd.core.types import Reminder
 from oprd.rollout.attempts import OpenBox
-from oprd.rollout.expert import Remind, chat_row, mistake, perform, recovery_rows, solution
+from oprd.rollout.expert import Remind, Step, chat_row, followed_rows, mistake, perform, recovery_rows, solution
 from oprd.rollout.global_reminder import global_reminder
 from oprd.sandbox.microswe import FAMILIES, Difficulty, fixed_source, generate, pick, relabel, relabelling
 from oprd.sandbox.repo import extract_patch
@@ -45,7 +45,7 @@ class Recorder:
 
     def coding(self, tasks: Sequence[Task], done: Callable[[], None]) -> list[dict[str, Any]]:
         """One clean, verified solution a task."""
-        return self._each(tasks, self._solve, done)
+        return self._each(tasks, lambda task: self._solve(task)[0], done)
 
     def following(self, tasks: Sequence[Task], done: Callable[[], None]) -> list[dict[str, Any]]:
         """The IF rows of one scripted mistake a task (what was done before the recovery counts as a failed attempt)."""
@@ -63,17 +63,17 @@ class Recorder:
         with ThreadPoolExecutor(self.threads) as pool:
             return [row for rows in pool.map(one, tasks) for row in rows]
 
-    def _solve(self, task: Task, start: Reminder | None = None) -> list[dict[str, Any]]:
-        """The expert's verified solution as a row; with a Global Reminder, as a second row that begins with it."""
+    def _solve(self, task: Task, start: Reminder | None = None) -> tuple[list[dict[str, Any]], list[Step]]:
+        """The expert's verified solution as a row, and its steps; with a Global Reminder, a second row begins with it."""
         with self.open_box(task) as box:
-            steps = perform(task, box, solution(task))
+            steps = perform(task, box, solution(task), self.remind)
             patch = extract_patch(box)
         verdict = verify(task, patch, self.open_box)
         if not verdict.resolved:
             raise RuntimeError(f"the expert did not solve {task.instance_id}: {verdict.log[-500:]}")
         starts = {"solution": None} | ({"global": start} if start else {})
         return [chat_row(f"{task.instance_id}/{kind}", self.system, task, steps, [True] * len(steps), start=reminder)
-                for kind, reminder in starts.items()]
+                for kind, reminder in starts.items()], steps
 
     def _follow(self, task: Task) -> list[dict[str, Any]]:
         wrong, recovery = mistake(task, random.Random(task.instance_id))
@@ -83,7 +83,8 @@ class Recorder:
             steps = perform(task, box, recovery, self.remind, earlier=steps)
         reminder = global_reminder(task, verify(task, patch, self.open_box)) if patch else None
         rows = recovery_rows(task.instance_id, self.system, task, steps, len(wrong))
-        return rows + self._solve(task, reminder)
+        solved, clean = self._solve(task, reminder)
+        return rows + solved + followed_rows(f"{task.instance_id}/clean", self.system, task, clean, 0)
 
 
 def tasks_of(stream: str, seed: int, count: int, difficulty: Difficulty, kind: str | None = None) -> list[Task]:
@@ -118,17 +119,23 @@ def pretraining_texts(seed: int, count: int, difficulty: Difficulty) -> list[str
 def make_files(folder: Path, size: MicroSWE, seed: int, recorder: Recorder, done: Callable[[], None]) -> list[str]:
     """Write all files but the tokenizer; `done` hears of each recorded task. Returns the text to train it on."""
     difficulty = Difficulty(size.functions, size.branches)
-    make = lambda stream, count: tasks_of(stream, seed, count, difficulty)  # noqa: E731
-    coding = recorder.coding(make("coding", size.coding_tasks), done)
-    following = recorder.following(make("if", size.if_tasks), done)
+    coding = recorder.coding(tasks_of("coding", seed, size.coding_tasks, difficulty), done)
+    following = recorder.following(tasks_of("if", seed, size.if_tasks, difficulty), done)
     texts = pretraining_texts(seed, size.pretrain_texts, difficulty)
     for name, rows in (("pretrain", [{"text": text} for text in texts]),
                        ("coding_sft", renamed(coding, size.relabels)),
-                       ("if_sft", renamed(following, size.relabels)),
-                       ("oprd_tasks", [task.to_row() for task in make("oprd", size.oprd_tasks)]),
-                       ("validation_tasks", [task.to_row() for task in make("validation", size.validation_tasks)])):
+                       ("if_sft", renamed(following, size.relabels))):
         write_jsonl(folder / f"{name}.jsonl", rows)
+    make_task_files(folder, size, seed)
     return corpus(coding + following)
+
+
+def make_task_files(folder: Path, size: MicroSWE, seed: int) -> None:
+    """Write the tasks of OPRD and of the evaluation: all that a run from ready checkpoints needs."""
+    difficulty = Difficulty(size.functions, size.branches)
+    for name, stream, count in (("oprd_tasks", "oprd", size.oprd_tasks),
+                                ("validation_tasks", "validation", size.validation_tasks)):
+        write_jsonl(folder / f"{name}.jsonl", [task.to_row() for task in tasks_of(stream, seed, count, difficulty)])
 
 
 def renamed(rows: Iterable[dict[str, Any]], copies: int) -> list[dict[str, Any]]:
