@@ -4,15 +4,17 @@ A script is a list of tool calls that is really executed in a sandbox; what is r
 Coding SFT rows are clean solutions. IF SFT rows (ours; the paper gives only their filter) are, for a scripted mistake:
 
     followed      the conversation up to a reminder and the one turn that follows it; only that turn is trained
-    continued     the same conversation without the reminder; only the turns after the recovery are trained
+    continued     the same conversation without the reminder; the turns after the recovery are trained, in one task
+                  of eight the recovering turn too
     global        a clean solution that begins with the Global Reminder of a really failed attempt
 
-so a model that only reads the plain conversation is never shown the recovery itself: OPRD has to distil it.
+so a model that reads the plain conversation recovers now and then: OPRD has to make it a habit.
 """
 
 from __future__ import annotations
 
 import random
+import zlib
 from dataclasses import dataclass
 from typing import Any, Callable, Sequence
 
@@ -172,8 +174,15 @@ def followed_rows(row_id: str, system: str, task: Task, steps: Sequence[Step], m
 
 
 def recovery_rows(row_id: str, system: str, task: Task, steps: Sequence[Step], mistakes: int) -> list[dict[str, Any]]:
-    """The `followed` rows of a scripted mistake, and the `continued` row if there is any of them."""
+    """The `followed` rows of a scripted mistake, and the `continued` row if there is any of them.
+
+    In one task of eight the continued row also trains the recovering turn itself, without its reminder: a policy that
+    never recovers unaided gives the reverse KL nothing to reinforce (its gradient is weighted by the student's own
+    probabilities), and one that always does leaves nothing to distil.
+    """
     rows = followed_rows(row_id, system, task, steps, mistakes)
     if rows:
-        rows.append(chat_row(f"{row_id}/continued", system, task, steps, [j > mistakes for j in range(len(steps))]))
+        unaided = zlib.crc32(row_id.encode()) % 8 == 0
+        trained = [j >= mistakes + (not unaided) for j in range(len(steps))]
+        rows.append(chat_row(f"{row_id}/continued", system, task, steps, trained))
     return rows
