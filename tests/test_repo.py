@@ -135,8 +135,9 @@ def test_names_beyond_ascii_survive():
         assert apply_patch(fresh, extract_patch(box)) == "" and tree(fresh) == tree(box)
 
 
-@pytest.mark.parametrize("kind,lacks", [("local", "files"), ("docker", "image_name")])
-def test_a_task_that_a_kind_of_sandbox_cannot_hold_is_refused_by_name(kind, lacks):
+@pytest.mark.parametrize("kind,says", [("local", "a local sandbox needs the task's files"),
+                                      ("docker", "its row has no image_name for a docker sandbox; set sandbox.image")])
+def test_a_task_that_a_kind_of_sandbox_cannot_hold_is_refused_by_name(kind, says):
     open_box = opener(kind, Limits(), run_label("nowhere"))
-    with pytest.raises(ValueError, match=f"a {kind} sandbox needs the task's {lacks}"):
+    with pytest.raises(ValueError, match=says):
         open_box(replace(TASK, files={}, image_name=None))
