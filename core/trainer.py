@@ -61,11 +61,12 @@ class Trainer:
         self.step = 0
         found = checkpoint.newest(folder / "checkpoints")
         if not resume and (found or (folder / "metrics.jsonl").exists()):
-            raise ValueError(f"{folder} already holds a run; add --resume to go on with it, or choose another run.folder")
+            raise ValueError(f"{folder} already holds a run; add --resume to go on with it, or choose another "
+                             "run.folder")
         state = checkpoint.load(found) if found else None
         if state and state.position["steps"] != plan.steps:
-            raise ValueError(f"{found} was made for {state.position['steps']} steps, the settings now give {plan.steps}; "
-                             "resume with the settings it was started with")
+            raise ValueError(f"{found} was made for {state.position['steps']} steps, the settings now give "
+                             f"{plan.steps}; resume with the settings it was started with")
         self.model = hf.load(state.model if state else start)
         self.teacher: Model | None = None
         if plan.teacher:

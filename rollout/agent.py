@@ -33,27 +33,26 @@ class AgentLimits:
 
 
 def converse(attempt_id: str, task: Task, engine: Engine, chat: Chat, box: Sandbox, limits: AgentLimits,
-             sampling: Sampling, seed: int, remind: Remind | None = None,
-             start: Reminder | None = None) -> tuple[Trajectory, tuple[Reminder, ...]]:
+             sampling: Sampling, seed: int, remind: Remind | None = None) -> tuple[Trajectory, tuple[Reminder, ...]]:
     """Let the model work on `task` in `box` until it submits or a limit ends it.
 
     `remind` (run-time use only) sees what is visible after each observation and may give a reminder that only the
-    next turn reads; `start` is a Global Reminder shown from the beginning. Returns the trajectory and the reminders
-    that were shown. Raises Broke when the machine fails.
+    next turn reads. Returns the trajectory and the reminders that were shown. Raises Broke when the machine fails.
     """
     deadline = time.monotonic() + limits.attempt_s
     turns: list[Turn] = []
     visible: list[Visible] = []
     given: list[Reminder] = []
     history: list[int] = []  # everything earlier turns left visible
-    pending = chat.open(limits.system, task.problem_statement, SCHEMAS if limits.tools else None) + (chat.reminder(start.text) if start else ())
+    pending = chat.open(limits.system, task.problem_statement, SCHEMAS if limits.tools else None)
     reminder: Reminder | None = None
     malformed = 0
     ending = Ending.TURN_LIMIT
     try:
         for k in range(limits.max_turns):
             reminder_ids = chat.reminder(reminder.text) if reminder else ()
-            room = limits.max_context_tokens - len(history) - len(pending) - len(reminder_ids) - len(chat.generation_ids)
+            taken = len(history) + len(pending) + len(reminder_ids) + len(chat.generation_ids)
+            room = limits.max_context_tokens - taken
             if room <= 0 or time.monotonic() > deadline:
                 ending = Ending.CONTEXT_LIMIT if room <= 0 else Ending.TIME_LIMIT
                 break
@@ -87,7 +86,8 @@ def converse(attempt_id: str, task: Task, engine: Engine, chat: Chat, box: Sandb
 def _problem(reply) -> str | None:
     if reply.problem or len(reply.calls) == 1:
         return reply.problem
-    return "no tool call found" if not reply.calls else f"{len(reply.calls)} tool calls in one reply; send one at a time"
+    n = len(reply.calls)
+    return f"{n} tool calls in one reply; send one at a time" if n else "no tool call found"
 
 
 def _act(box: Sandbox, turn: Turn, limits: AgentLimits, deadline: float) -> tuple[Observation, bool]:

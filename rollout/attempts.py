@@ -26,13 +26,11 @@ OpenBox = Callable[[Task], AbstractContextManager[Sandbox]]
 
 @dataclass(frozen=True)
 class Attempt:
-    """One try at a task. `id` is unique in the run and names the conversation; `seed` decides its samples;
-    `start` is a Global Reminder shown from the beginning (the retry form), or None."""
+    """One try at a task. `id` is unique in the run and names the conversation; `seed` decides its samples."""
 
     id: str
     task: Task
     seed: int
-    start: Reminder | None = None
 
 
 @dataclass(frozen=True)
@@ -113,7 +111,7 @@ class Attempts:
             try:
                 with self.open_box(attempt.task) as box:
                     trajectory, given = converse(attempt.id, attempt.task, self.engine, self.chat, box, self.limits,
-                                                 self.sampling, attempt.seed, remind, attempt.start)
+                                                 self.sampling, attempt.seed, remind)
                     return Outcome(attempt, trajectory, given, extract_patch(box))
             except Broke:
                 continue

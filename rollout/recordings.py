@@ -64,7 +64,7 @@ class Recorder:
             return [row for rows in pool.map(one, tasks) for row in rows]
 
     def _solve(self, task: Task, start: Reminder | None = None) -> tuple[list[dict[str, Any]], list[Step]]:
-        """The expert's verified solution as a row, and its steps; with a Global Reminder, a second row begins with it."""
+        """The expert's verified solution as a row, and its steps; a second row begins with the Global Reminder."""
         with self.open_box(task) as box:
             steps = perform(task, box, solution(task), self.remind)
             patch = extract_patch(box)

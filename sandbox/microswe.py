@@ -119,7 +119,8 @@ def generate(seed: int, index: int, family: str = "train", kind: str | None = No
 
     repo = _Repo(module, functions, fixed, neighbour if kind == "scope" else None)
     if kind == "scope":
-        repo.neighbour_functions = [_Function(name, ((None, next(words)),)), _Function(next(words), ((None, next(words)),))]
+        twin, other = _Function(name, ((None, next(words)),)), _Function(next(words), ((None, next(words)),))
+        repo.neighbour_functions = [twin, other]
         rng.shuffle(repo.neighbour_functions)
     hidden_only = rng.choice(others).test_name(0)
     statement = _statement(kind, rng, target.call(position) if kind == "scenario" else name, module, neighbour, right)
@@ -211,7 +212,8 @@ class _Repo:
         for function in functions:
             for index, (_, word) in enumerate(function.answers):
                 if (name := function.test_name(index)) != skip:
-                    lines += [f"    def {name}(self):", f'        self.assertEqual(m.{function.call(index)}, "{word}")', ""]
+                    check = f'self.assertEqual(m.{function.call(index)}, "{word}")'
+                    lines += [f"    def {name}(self):", f"        {check}", ""]
         return "\n".join(lines).rstrip("\n") + "\n"
 
 

@@ -26,7 +26,8 @@ def opener(kind: str, limits: Limits, label: str, image: str = "", client=None) 
             box = LocalSandbox({}, limits, label)
         else:
             if not (task.image_name or image):
-                raise ValueError(f"{task.instance_id}: its row has no image_name for a docker sandbox; set sandbox.image")
+                raise ValueError(f"{task.instance_id}: its row has no image_name for a docker sandbox; "
+                                 "set sandbox.image")
             from oprd.sandbox.docker_box import DockerSandbox  # the docker SDK is an extra
 
             box = DockerSandbox(task.image_name or image, limits, label, client)

@@ -30,7 +30,8 @@ _TEXT = {
 }
 SCHEMAS = [{"type": "function", "function": {
     "name": name, "description": _TEXT[name][0], "parameters": {
-        "type": "object", "properties": {p: {"type": "string", "description": text} for p, text in _TEXT[name][1].items()},
+        "type": "object",
+        "properties": {p: {"type": "string", "description": text} for p, text in _TEXT[name][1].items()},
         "required": list(required)}}} for name, (required, _) in PARAMETERS.items()]
 
 
