@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import random
 import re
 import shutil
@@ -27,6 +26,8 @@ from typing import Any, Callable, Mapping
 import numpy as np
 import torch
 from safetensors import SafetensorError
+
+from oprd.core.disk import sync
 
 log = logging.getLogger("oprd.checkpoint")
 
@@ -153,10 +154,10 @@ def _seal(aside: Path) -> None:
     files = [p for p in sorted(aside.rglob("*")) if p.is_file()]
     sizes = {str(p.relative_to(aside)): p.stat().st_size for p in files}
     for path in [*files, *(p for p in aside.rglob("*") if p.is_dir())]:
-        _flush(path)
+        sync(path)
     (aside / MARKER).write_text(json.dumps(sizes, indent=1), encoding="utf-8")
-    _flush(aside / MARKER)
-    _flush(aside)
+    sync(aside / MARKER)
+    sync(aside)
 
 
 def _publish(aside: Path, place: Path) -> None:
@@ -166,7 +167,7 @@ def _publish(aside: Path, place: Path) -> None:
         shutil.rmtree(replaced, ignore_errors=True)
         place.rename(replaced)
     aside.rename(place)
-    _flush(place.parent)
+    sync(place.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -185,11 +186,3 @@ def _sweep(folder: Path) -> None:
     for path in folder.glob(f"{UNFINISHED}*"):
         log.warning("removing %s, left by a save that was stopped", path)
         shutil.rmtree(path)
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from oprd.core.disk import sync
 from oprd.core.model import Model, ModelConfig
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -72,7 +73,7 @@ def save(model: Model, path: str | Path, tokenizer_from: str | Path | None = Non
             if (Path(tokenizer_from) / name).is_file():
                 shutil.copyfile(Path(tokenizer_from) / name, aside / name)
         for file in aside.iterdir():
-            _sync(file)
+            sync(file)
         _publish(aside, target)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -159,17 +160,9 @@ def _publish(aside: Path, target: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
         target.rename(old)
     aside.rename(target)
-    _sync(target.parent)
+    sync(target.parent)
     if old is not None:
         shutil.rmtree(old)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _write_json(path: Path, value: dict) -> None:

@@ -16,9 +16,10 @@ from __future__ import annotations
 import random
 import zlib
 from dataclasses import dataclass
-from typing import Any, Callable, Sequence
+from typing import Any, Sequence
 
 from oprd.core.types import Observation, Reminder, ToolCall
+from oprd.rollout.agent import Remind
 from oprd.sandbox.box import Sandbox
 from oprd.sandbox.microswe import FAMILIES
 from oprd.sandbox.task import Task
@@ -28,9 +29,6 @@ CHECK = ToolCall("bash", {"command": "python check.py"})
 LIST = ToolCall("bash", {"command": "ls src"})
 RESTORE = ToolCall("bash", {"command": "git checkout ."})
 SUBMIT = ToolCall("submit", {})
-
-Visible = tuple[ToolCall, Observation]
-Remind = Callable[[Task, Sequence[Visible], Sequence[Reminder]], Reminder | None]
 
 
 @dataclass(frozen=True)

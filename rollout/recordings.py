@@ -22,8 +22,9 @@ from typing import Any, Callable, Iterable, Sequence
 
 from oprd.core.config import MicroSWE
 from oprd.core.types import Reminder
+from oprd.rollout.agent import Remind
 from oprd.rollout.attempts import OpenBox
-from oprd.rollout.expert import Remind, Step, chat_row, followed_rows, mistake, perform, recovery_rows, solution
+from oprd.rollout.expert import Step, chat_row, followed_rows, mistake, perform, recovery_rows, solution
 from oprd.rollout.global_reminder import global_reminder
 from oprd.sandbox.microswe import FAMILIES, Difficulty, fixed_source, generate, pick, relabel, relabelling
 from oprd.sandbox.repo import extract_patch
