@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from oprd.core.types import Example, Row
+from oprd.core.types import Example, Row, View, pieces
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,16 +44,32 @@ class Scored:
 
 
 @dataclass(frozen=True, eq=False)
+class Forest:
+    """Rows that share beginnings, each beginning once: level by level, the packed pieces that are read in one forward.
+
+    after[l]: for every piece of level l, the number of the piece it goes on from (counted over all levels), -1: none.
+
+    Rows [1 2 3 4] and [1 2 9] are the levels ([1 2]), after (-1,), and ([3 4], [9]), after (0, 0).
+    """
+
+    levels: tuple[Packed, ...]
+    after: tuple[tuple[int, ...], ...]
+
+    def to(self, device) -> "Forest":
+        return Forest(tuple(level.to(device) for level in self.levels), self.after)
+
+
+@dataclass(frozen=True, eq=False)
 class Batch:
     """One micro-batch. scored: loss name -> its tokens (losses without a token are absent).
 
-    teacher: the teacher's rows, packed likewise; teacher_index: int64 [N of kl], where in the teacher's packed
-    tokens the n-th kl token of the student is predicted. Both None when nothing is distilled.
+    teacher: the teacher's rows; teacher_index: int64 [N of kl], where in the tokens of all its levels, end to end, the
+    n-th kl token of the student is predicted. Both None when nothing is distilled.
     """
 
     student: Packed
     scored: Mapping[str, Scored]
-    teacher: Packed | None = None
+    teacher: Forest | None = None
     teacher_index: Tensor | None = None
 
     def to(self, device) -> "Batch":
@@ -73,8 +89,7 @@ def trainable_tokens(example: Example) -> int:
 
 def tokens_read(example: Example) -> tuple[int, int]:
     """Tokens the student and the teacher read for this example (the teacher: only if something is distilled)."""
-    teacher = sum(len(r.ids) for r in example.teacher.rows) if _distils(example) else 0
-    return len(example.row.ids), teacher
+    return len(example.row.ids), example.teacher.tokens() if _distils(example) else 0
 
 
 def pack(examples: Sequence[Example], token_budget: int) -> list[list[Example]]:
@@ -104,9 +119,6 @@ def collate(examples: Sequence[Example]) -> Batch:
     """Pack the examples' rows (and their teacher views) into one Batch; weights must be final already."""
     student, starts = pack_rows(e.row for e in examples)
     parts: dict[str, list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
-    teacher_rows: list[Row] = []
-    teacher_parts: list[np.ndarray] = []
-    teacher_start = 0
     for example, start in zip(examples, starts):
         row = example.row
         for name, weights in example.weights.items():
@@ -115,39 +127,63 @@ def collate(examples: Sequence[Example]) -> Batch:
             if keep.any():
                 at = row.targets[keep]
                 parts.setdefault(name, []).append((at - 1 + start, row.ids[at], weights[keep]))
-        if _distils(example):
-            keep = np.asarray(example.weights["kl"]) != 0
-            teacher_parts.append(teacher_start + _teacher_positions(example)[keep])
-            teacher_rows.extend(example.teacher.rows)
-            teacher_start += sum(len(r.ids) for r in example.teacher.rows)
     scored = {name: Scored(*(torch.from_numpy(np.concatenate(x)) for x in zip(*p))) for name, p in parts.items()}
-    if not teacher_rows:
+    distilled = [e for e in examples if _distils(e)]
+    if not distilled:
         return Batch(student, scored)
-    index = torch.from_numpy(np.concatenate(teacher_parts))
-    return Batch(student, scored, pack_rows(teacher_rows)[0], index)
+    return Batch(student, scored, *plant(distilled))
+
+
+def plant(examples: Sequence[Example]) -> tuple[Forest, Tensor]:
+    """The teacher views of the examples as one Forest, and where in it each kl token is predicted (int64 [N])."""
+    trees = [pieces(e.teacher.rows) for e in examples]
+    depth = max(piece.depth for tree in trees for piece in tree) + 1
+    levels: list[list[tuple[int, int]]] = [[(t, p) for t, tree in enumerate(trees) for p, piece in enumerate(tree)
+                                            if piece.depth == level] for level in range(depth)]
+    everything = [place for level in levels for place in level]
+    number = {place: i for i, place in enumerate(everything)}
+    size = [trees[t][p].end - trees[t][p].start for t, p in everything]
+    begins = np.cumsum([0, *size])
+    packed, after = [], []
+    for level in levels:
+        cut = [(examples[t].teacher.rows[trees[t][p].row], trees[t][p]) for t, p in level]
+        packed.append(_packed([row.ids[piece.start : piece.end] for row, piece in cut],
+                              [piece.start for _, piece in cut]))
+        after.append(tuple(number.get((t, trees[t][p].after), -1) for t, p in level))
+    index = []
+    for t, (example, tree) in enumerate(zip(examples, trees)):
+        # where every token of every row lies in the forest
+        where = [np.empty(len(row.ids), dtype=np.int64) for row in example.teacher.rows]
+        for p, piece in enumerate(tree):
+            begin = begins[number[t, p]]
+            for r in piece.rows:
+                where[r][piece.start : piece.end] = np.arange(begin, begin + piece.end - piece.start)
+        _check_targets(example)
+        at = np.concatenate([w[row.targets - 1] for w, row in zip(where, example.teacher.rows)])
+        index.append(at[example.teacher.order][np.asarray(example.weights["kl"]) != 0])
+    return Forest(tuple(packed), tuple(after)), torch.from_numpy(np.concatenate(index))
 
 
 def pack_rows(rows: Iterable[Row]) -> tuple[Packed, np.ndarray]:
     """Rows end to end, and where each starts."""
-    rows = list(rows)
-    lengths = [len(r.ids) for r in rows]
-    ends = np.cumsum([0, *lengths])
-    ids = np.concatenate([r.ids for r in rows]).astype(np.int64)
-    positions = np.concatenate([np.arange(n) for n in lengths])
-    packed = Packed(torch.from_numpy(ids), torch.from_numpy(positions), torch.from_numpy(ends.astype(np.int32)))
-    return packed, ends[:-1]
+    ids = [row.ids for row in rows]
+    return _packed(ids, [0] * len(ids)), np.cumsum([0, *(len(i) for i in ids)])[:-1]
+
+
+def _packed(ids: Sequence[np.ndarray], starts: Sequence[int]) -> Packed:
+    """Token runs end to end, the positions of each counted from its start."""
+    lengths = [len(i) for i in ids]
+    positions = np.concatenate([np.arange(start, start + n) for start, n in zip(starts, lengths)])
+    return Packed(torch.from_numpy(np.concatenate(ids).astype(np.int64)), torch.from_numpy(positions),
+                  torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)))
 
 
 def _distils(example: Example) -> bool:
     return "kl" in example.weights and bool(np.any(np.asarray(example.weights["kl"]) != 0))
 
 
-def _teacher_positions(example: Example) -> np.ndarray:
-    """Where, in the example's teacher rows end to end, the student's n-th scored token is predicted: int64 [N]."""
-    view = example.teacher
-    starts = np.cumsum([0, *[len(r.ids) for r in view.rows]])
-    at = np.concatenate([r.targets + s for r, s in zip(view.rows, starts)])[view.order]
-    ids = np.concatenate([r.ids for r in view.rows])
-    same = np.array_equal(ids[at], example.row.ids[example.row.targets])
+def _check_targets(example: Example) -> None:
+    view: View = example.teacher
+    scored = np.concatenate([row.ids[row.targets] for row in view.rows])[view.order]
+    same = np.array_equal(scored, example.row.ids[example.row.targets])
     assert same, f"{example.source}: the teacher's targets are not the student's"
-    return at - 1

@@ -1,12 +1,12 @@
 """Batched decoding, one token for every conversation at once: the model's forward laid out for few, large operations.
 
-N rows (conversations) being decoded, L longest of them, D hidden, H query heads, G key/value heads, K head size,
-V vocabulary.
+N rows (conversations) being decoded, L longest of them, D hidden. Attention: H query heads, G key/value heads, K head
+size. Gated DeltaNet: H value heads, state [K, V], C convolved channels, W width of the convolution.
 
-Equal to Model.logits up to rounding, and faster for single tokens: q, k, v and gate, up are one product each, norm
-weights are multiplied into the matrix that follows them, keys and values live in preallocated tensors written in place.
-Rows 0..N-1 are always the occupied ones, so a step works on views and gathers nothing: leave(row) moves the last row
-into the hole.
+Equal to Model.logits up to rounding, and faster for single tokens: projections of one input are one product, norm
+weights are multiplied into the matrix that follows them, and what a layer remembers lives in preallocated tensors written
+in place. Rows 0..N-1 are always the occupied ones, so a step works on views and gathers nothing: leave(row) moves the
+last row into the hole.
 """
 
 from __future__ import annotations
@@ -17,33 +17,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from oprd.core.cache import Cache, KVEntry
+from oprd.core.architecture import ModelConfig
+from oprd.core.cache import Cache, KVEntry, RecurrentEntry
 from oprd.core.mixers import rope_tables
+from oprd.core.moe import MLP
+from oprd.kernels.delta_rule import gated_delta_rule_step
+from oprd.kernels.short_conv import short_conv_step
 
 STEP = 128  # room for tokens grows by multiples of this
 
 
-@dataclass(frozen=True, eq=False)
-class _Layer:
-    qkv: Tensor  # [(H + 2 G) K, D], input norm multiplied in
-    qk_norm: Tensor  # [H + G, K], the query part times K^-0.5
-    o: Tensor  # [H K, D]
-    gate_up: Tensor  # [2 inner, D], norm multiplied in
-    down: Tensor  # [inner, D]
-
-
 class Decoder:
-    """Rows of conversations decoded together. Built from a Model whose layers are all full attention."""
+    """Rows of conversations decoded together, in the model's own precision; its weights must not change meanwhile."""
 
     @torch.inference_mode()
     def __init__(self, model, rows: int):
-        config = model.config
-        if set(config.layer_types) != {"full_attention"}:
-            raise ValueError(f"batched decoding knows full_attention layers only, the model has {config.layer_types}")
-        self.config = config
+        self.config = c = model.config
         self.rows = rows
         self.lengths: list[int] = []  # tokens held, one per occupied row
-        self._take_weights(model)
+        self.embed = model.model.embed_tokens.weight
+        self.head = model.head_weight * model.model.norm.scale
+        kinds = {"full_attention": _AttentionRows, "linear_attention": _DeltaRows}
+        self.mixers = [kinds[kind](block, c, rows) for kind, block in zip(c.layer_types, model.model.layers)]
+        self.feeds = [_Dense(block, c) if isinstance(block.mlp, MLP) else _Sparse(block) for block in model.model.layers]
         self._make_room(STEP)
 
     @torch.inference_mode()
@@ -53,22 +49,16 @@ class Decoder:
         assert row < self.rows, f"all {self.rows} rows are taken"
         if length + room > self.room:
             self._make_room(-(-(length + room) // STEP) * STEP)
-        for i, entry in enumerate(cache.entries):
-            self.k[i, row, :, :length] = entry.k.transpose(0, 1)
-            self.v[i, row, :, :length] = entry.v.transpose(0, 1)
+        for mixer, entry in zip(self.mixers, cache.entries):
+            mixer.join(row, entry)
         self.lengths.append(length)
         return row
 
     @torch.inference_mode()
     def leave(self, row: int) -> Cache:
         """Take a conversation out. The last row moves into its place: callers keep their lists in the same order."""
-        length, last = self.lengths[row], len(self.lengths) - 1
-        cache = Cache([KVEntry(k[row, :, :length].transpose(0, 1).clone(memory_format=torch.contiguous_format),
-                               v[row, :, :length].transpose(0, 1).clone(memory_format=torch.contiguous_format))
-                       for k, v in zip(self.k, self.v)])
-        if row != last:
-            self.k[:, row, :, : self.lengths[last]] = self.k[:, last, :, : self.lengths[last]]
-            self.v[:, row, :, : self.lengths[last]] = self.v[:, last, :, : self.lengths[last]]
+        last = len(self.lengths) - 1
+        cache = Cache([mixer.leave(row, last, self.lengths) for mixer in self.mixers])
         self.lengths[row] = self.lengths[last]
         self.lengths.pop()
         return cache
@@ -77,65 +67,172 @@ class Decoder:
     def step(self, ids: Tensor) -> Tensor:
         """Append one token to every occupied row, ids int64 [N]; returns the logits after it, [N, V]."""
         c, n = self.config, len(self.lengths)
-        heads, groups, size = c.num_attention_heads, c.num_key_value_heads, c.head_dim
         positions = torch.tensor(self.lengths)
         self.lengths = [length + 1 for length in self.lengths]
-        longest = max(self.lengths)
-        cos, sin = self.cos[positions, None], self.sin[positions, None]
+        longest, groups = max(self.lengths), c.num_key_value_heads
         hidden_later = torch.arange(longest) > positions[:, None]
-        bias = torch.zeros(n, longest).masked_fill_(hidden_later, float("-inf")).repeat_interleave(groups, 0)[:, None]
+        bias = self.embed.new_zeros(n, longest).masked_fill_(hidden_later, float("-inf")).repeat_interleave(groups, 0)[:, None]
         # where each (row, head) writes its new key: rows of the [rows * G * room, K] view
         slots = (torch.arange(n * groups) * self.room).view(n, groups).add_(positions[:, None]).view(-1)
+        now = _Now(n, longest, bias, slots, self.cos[positions, None], self.sin[positions, None], self.partner)
         x = self.embed[ids]
-        for layer, k, v in zip(self.layers, self.k, self.v):
-            qkv = F.linear(self._normed(x), layer.qkv).view(n, -1, size)
-            qk = self._normed(qkv[:, : heads + groups]) * layer.qk_norm
-            qk = torch.addcmul(qk * cos, torch.roll(qk, size // 2, -1), sin)
-            k.view(-1, size).index_copy_(0, slots, qk[:, heads:].reshape(-1, size))
-            v.view(-1, size).index_copy_(0, slots, qkv[:, heads + groups :].reshape(-1, size))
-            q = qk[:, :heads].reshape(n * groups, heads // groups, size)
-            seen_k, seen_v = (t[:n].view(n * groups, self.room, size)[:, :longest] for t in (k, v))
-            weights = torch.softmax(torch.baddbmm(bias, q, seen_k.transpose(1, 2)), dim=-1)
-            x = torch.addmm(x, torch.bmm(weights, seen_v).view(n, heads * size), layer.o)
-            gate, up = F.linear(self._normed(x), layer.gate_up).chunk(2, dim=-1)
-            x = torch.addmm(x, F.silu(gate) * up, layer.down)
-        return F.linear(self._normed(x), self.head)
-
-    def _normed(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], None, self.config.rms_norm_eps)
-
-    def _take_weights(self, model) -> None:
-        c = self.config
-
-        def behind(norm, *matrices) -> Tensor:
-            """(norm.weight * x) @ W.T = x @ (W * norm.weight).T"""
-            return torch.cat([m.weight.float() for m in matrices]) * norm.weight.float()
-
-        self.embed = model.model.embed_tokens.weight.float()
-        self.head = model.head_weight.float() * model.model.norm.weight.float()
-        self.layers = []
-        for block in model.model.layers:
-            attention, mlp = block.self_attn, block.mlp
-            query_norm = attention.q_norm.weight.float() * c.head_dim**-0.5
-            qk_norm = torch.cat([query_norm.expand(c.num_attention_heads, -1),
-                                 attention.k_norm.weight.float().expand(c.num_key_value_heads, -1)])
-            self.layers.append(_Layer(
-                qkv=behind(block.input_layernorm, attention.q_proj, attention.k_proj, attention.v_proj),
-                qk_norm=qk_norm,
-                o=attention.o_proj.weight.float().T.contiguous(),
-                gate_up=behind(block.post_attention_layernorm, mlp.gate_proj, mlp.up_proj),
-                down=mlp.down_proj.weight.float().T.contiguous(),
-            ))
+        for mixer, feed in zip(self.mixers, self.feeds):
+            x = feed(mixer(x, now))
+        return F.linear(_normed(x, c.rms_norm_eps), self.head)
 
     def _make_room(self, room: int) -> None:
         """Give every row room for `room` tokens, keeping what is there."""
-        c = self.config
-        shape = (c.num_hidden_layers, self.rows, c.num_key_value_heads, room, c.head_dim)
-        k, v = torch.zeros(shape), torch.zeros(shape)
-        for new, old in ((k, getattr(self, "k", None)), (v, getattr(self, "v", None))):
-            if old is not None:
-                new[..., : self.room, :] = old
-        self.k, self.v, self.room = k, v, room
-        self.cos, sin = rope_tables(torch.arange(room), c.head_dim, c.rope_theta, torch.float32)
-        # rotate() adds (-high, low) * sin; rolled by half a head, (high, low) needs the sign in the table
-        self.sin = torch.cat([-sin[:, : c.head_dim // 2], sin[:, c.head_dim // 2 :]], dim=-1)
+        c, half = self.config, self.config.rotary_dim // 2
+        for mixer in self.mixers:
+            mixer.make_room(room)
+        self.room = room
+        cos, sin = rope_tables(torch.arange(room), c.rotary_dim, c.rope_theta, self.embed.dtype)
+        # rotate() adds (-high, low) * sin; with element i beside its partner the sign stands in the table, and the
+        # elements that are not rotated have cos 1, sin 0 and themselves as partner
+        self.cos = torch.cat([cos, cos.new_ones(room, c.head_dim - 2 * half)], dim=-1)
+        self.sin = torch.cat([-sin[:, :half], sin[:, half:], sin.new_zeros(room, c.head_dim - 2 * half)], dim=-1)
+        at = torch.arange(c.head_dim)
+        self.partner = torch.cat([at[half : 2 * half], at[:half], at[2 * half :]])
+
+
+@dataclass(frozen=True, eq=False)
+class _Now:
+    """What all layers of one step share: rows and longest, the mask [N G, 1, L], where keys are written [N G], the
+    rotary tables [N, 1, K] and each element's partner [K]."""
+
+    n: int
+    longest: int
+    bias: Tensor
+    slots: Tensor
+    cos: Tensor
+    sin: Tensor
+    partner: Tensor
+
+
+def _normed(x: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], None, eps)
+
+
+def _behind(norm, *matrices: Tensor) -> Tensor:
+    """The matrices stacked, the norm before them multiplied in: (scale * x) @ W.T = x @ (W * scale).T"""
+    return torch.cat(matrices) * norm.scale
+
+
+class _AttentionRows:
+    """x + attention(norm(x)); keys and values [rows, G, room, K]."""
+
+    def __init__(self, block, config: ModelConfig, rows: int):
+        attention = block.self_attn
+        self.eps, self.rows = config.rms_norm_eps, rows
+        self.heads, self.groups, self.size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        scale = self.size**-0.5
+        self.normed, self.gated = attention.normed, attention.gated
+        q, k, v = attention.q_proj, attention.k_proj, attention.v_proj
+        query, gates = q.weight, []
+        if self.gated:  # per head: K rows of query, K rows of gate
+            query, gate = (w.flatten(0, 1) for w in q.weight.unflatten(0, (self.heads, 2, self.size)).unbind(1))
+            gates = [gate]
+        if self.normed:
+            self.qk_norm = torch.cat([(attention.q_norm.scale * scale).expand(self.heads, -1),
+                                      attention.k_norm.scale.expand(self.groups, -1)])
+        else:
+            query = query * scale
+        self.qkv = _behind(block.input_layernorm, query, k.weight, v.weight, *gates)
+        self.bias = None if q.bias is None else torch.cat([q.bias * scale, k.bias, v.bias])
+        self.o = attention.o_proj.weight.T.contiguous()
+        self.k = self.v = k.weight.new_zeros(rows, self.groups, 0, self.size)
+
+    def make_room(self, room: int) -> None:
+        extra = self.k.new_zeros(self.rows, self.groups, room - self.k.shape[2], self.size)
+        self.k, self.v = torch.cat([self.k, extra], dim=2), torch.cat([self.v, extra], dim=2)
+
+    def join(self, row: int, entry: KVEntry) -> None:
+        self.k[row, :, : entry.length] = entry.k.transpose(0, 1)
+        self.v[row, :, : entry.length] = entry.v.transpose(0, 1)
+
+    def leave(self, row: int, last: int, lengths: list[int]) -> KVEntry:
+        own, moved = slice(lengths[row]), slice(lengths[last])
+        taken = (t[row, :, own].transpose(0, 1).clone(memory_format=torch.contiguous_format) for t in (self.k, self.v))
+        entry = KVEntry(*taken)
+        if row != last:
+            self.k[row, :, moved], self.v[row, :, moved] = self.k[last, :, moved], self.v[last, :, moved]
+        return entry
+
+    def __call__(self, x: Tensor, now: _Now) -> Tensor:
+        heads, groups, size, n = self.heads, self.groups, self.size, now.n
+        qkv = F.linear(_normed(x, self.eps), self.qkv, self.bias).view(n, -1, size)
+        qk = qkv[:, : heads + groups]
+        if self.normed:
+            qk = _normed(qk, self.eps) * self.qk_norm
+        qk = torch.addcmul(qk * now.cos, qk[..., now.partner], now.sin)
+        self.k.view(-1, size).index_copy_(0, now.slots, qk[:, heads:].reshape(-1, size))
+        new_v = qkv[:, heads + groups : heads + 2 * groups]
+        self.v.view(-1, size).index_copy_(0, now.slots, new_v.reshape(-1, size))
+        q = qk[:, :heads].reshape(n * groups, heads // groups, size)
+        k, v = (t[:n].view(n * groups, -1, size)[:, : now.longest] for t in (self.k, self.v))
+        out = torch.bmm(torch.softmax(torch.baddbmm(now.bias, q, k.transpose(1, 2)), dim=-1), v).view(n, heads * size)
+        if self.gated:
+            out = out * torch.sigmoid(qkv[:, heads + 2 * groups :].reshape(n, -1))
+        return torch.addmm(x, out, self.o)
+
+
+class _DeltaRows:
+    """x + gated_delta_net(norm(x)); states [rows, H, K, V], windows [rows, W - 1, C]."""
+
+    def __init__(self, block, config: ModelConfig, rows: int):
+        self.mixer = m = block.linear_attn
+        self.eps = config.rms_norm_eps
+        parts = m.in_proj_qkv, m.in_proj_z, m.in_proj_b, m.in_proj_a
+        self.sizes = [part.out_features for part in parts]
+        self.projections = _behind(block.input_layernorm, *(part.weight for part in parts))
+        self.conv = m.conv1d.weight.squeeze(1)
+        self.out = m.out_proj.weight.T.contiguous()
+        state, window = m.fresh(m.conv1d.weight.new_empty(self.sizes[0]))
+        self.states, self.windows = state.repeat(rows, 1, 1, 1), window.repeat(rows, 1, 1)
+        self.entries: list[RecurrentEntry] = []  # as they joined, one per occupied row: the points to rewind to
+
+    def make_room(self, room: int) -> None:
+        """A state does not grow."""
+
+    def join(self, row: int, entry: RecurrentEntry) -> None:
+        self.states[row], self.windows[row] = entry.held
+        self.entries.append(entry.fork())
+
+    def leave(self, row: int, last: int, lengths: list[int]) -> RecurrentEntry:
+        entry = self.entries[row]
+        entry.append(lengths[row] - entry.length, self.states[row].clone(), self.windows[row].clone())
+        self.entries[row] = self.entries[last]
+        self.entries.pop()
+        if row != last:
+            self.states[row], self.windows[row] = self.states[last], self.windows[last]
+        return entry
+
+    def __call__(self, x: Tensor, now: _Now) -> Tensor:
+        m, n = self.mixer, now.n
+        qkv, z, b, a = F.linear(_normed(x, self.eps), self.projections).split(self.sizes, dim=-1)
+        q, k, v = m.heads(short_conv_step(qkv, self.conv, self.windows[:n]))
+        out = gated_delta_rule_step(q, k, v, *m.gates(a, b), self.states[:n])
+        return torch.addmm(x, m.gated_norm(out, z.unflatten(-1, (-1, m.value_size))).flatten(1), self.out)
+
+
+class _Dense:
+    """x + mlp(norm(x)), gate and up as one product."""
+
+    def __init__(self, block, config: ModelConfig):
+        self.eps = config.rms_norm_eps
+        self.gate_up = _behind(block.post_attention_layernorm, block.mlp.gate_proj.weight, block.mlp.up_proj.weight)
+        self.down = block.mlp.down_proj.weight.T.contiguous()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = F.linear(_normed(x, self.eps), self.gate_up).chunk(2, dim=-1)
+        return torch.addmm(x, F.silu(gate) * up, self.down)
+
+
+class _Sparse:
+    """x + mixture(norm(x)), as the model computes it."""
+
+    def __init__(self, block):
+        self.norm, self.mixture = block.post_attention_layernorm, block.mlp
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x + self.mixture(self.norm(x), None)

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from oprd.core.batch import Batch, trainable_tokens
+from oprd.core.batch import Batch, Forest, trainable_tokens
 from oprd.core.metrics import Max, Mean, Metric, Min, Sum
 from oprd.core.types import Example
 from oprd.kernels.cross_entropy import token_nll
@@ -98,12 +98,13 @@ def normalise(examples: Sequence[Example], objective: Objective = Objective()) -
 def batch_loss(model, teacher, batch: Batch, distillation: Distillation) -> tuple[Tensor, dict[str, Metric]]:
     """One micro-batch's part of the step's loss (a scalar with a graph), and its metrics.
 
-    model, teacher: `hidden(ids [T], cu_seqlens, positions) -> [T, D]` and `head_weight` [V, D]. The teacher is only
-    read where something is distilled, without gradient; it may be the model itself. Heads run on the scored tokens
-    alone.
+    model, teacher: `hidden(ids [T], cu_seqlens, positions, caches) -> [T, D]`, `head_weight` [V, D], `new_cache()`. The
+    teacher is only read where something is distilled, without gradient; it may be the model itself. Heads run on the
+    scored tokens alone.
     """
     assert batch.scored, "a micro-batch without a scored token must not reach the model"
-    hidden = _hidden(model, batch.student)
+    student = batch.student
+    hidden = model.hidden(student.ids, student.cu_seqlens, student.positions)
     total = hidden.new_zeros((), dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32)
     metrics: dict[str, Metric] = {}
     for name, scored in batch.scored.items():
@@ -126,13 +127,23 @@ def _distil(states, model, teacher, batch, settings: Distillation) -> tuple[Tens
     if teacher is None:
         raise ValueError("a row asks for distillation (weights named kl) but there is no teacher")
     with torch.no_grad():
-        seen = _hidden(teacher, batch.teacher).index_select(0, batch.teacher_index)
+        seen = read_forest(teacher, batch.teacher).index_select(0, batch.teacher_index)
     return topk_kl(states, model.head_weight, seen, teacher.head_weight, settings.k, settings.temperature,
                    settings.direction, settings.support)
 
 
-def _hidden(model, packed) -> Tensor:
-    return model.hidden(packed.ids, packed.cu_seqlens, positions=packed.positions)
+def read_forest(model, forest: Forest) -> Tensor:
+    """Hidden states [T, D] of all pieces, level after level: each goes on from a fork of the cache of the piece before
+    it, so the trunk of a view is read once however many turns have a reminder of their own."""
+    if len(forest.levels) == 1:
+        level = forest.levels[0]
+        return model.hidden(level.ids, level.cu_seqlens, level.positions)
+    caches, hidden = [], []
+    for level, after in zip(forest.levels, forest.after):
+        own = [model.new_cache() if before < 0 else caches[before].fork() for before in after]
+        hidden.append(model.hidden(level.ids, level.cu_seqlens, level.positions, own))
+        caches += own
+    return torch.cat(hidden)
 
 
 def _distillation_metrics(values: Tensor, stats: SupportStats) -> dict[str, Metric]:

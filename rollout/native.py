@@ -220,7 +220,7 @@ class NativeEngine:
             cache = cache if cache is not None else self._model.new_cache()
             # the last context token always runs: its logits give the first sample
             keep = min(_common_prefix(held, request.context), len(request.context) - 1)
-            cache.rewind(keep)
+            keep = cache.rewind(keep)
             piece = request.context[keep:]
             if pack and sum(len(p) for p, _, _ in pack) + len(piece) > PREFILL_TOKENS:
                 logits.append(self._prefill(pack))

@@ -37,8 +37,7 @@ class OutcomeRouting:
     routing=False distils every attempt (the paper's OPSD row). without_reminder says what becomes of an attempt to be
     distilled for which no reminder was found: its teacher would read what the student read, so the loss could only
     pull towards an older self; `drop` is the default (open in the paper), `distil` keeps it. An attempt that student
-    and teacher together cannot read within `most_tokens` (one micro-batch) is dropped: every reminded turn repeats
-    what stands before it.
+    and teacher together cannot read within `most_tokens` (one micro-batch) is dropped.
     """
 
     def __init__(self, remind: Callable[[Outcome], Reminded], encode: Encode, most_tokens: int, routing: bool = True,
@@ -59,7 +58,7 @@ class OutcomeRouting:
             return Lesson("dropped_no_reminder", reminders=reminders)
         view = teacher_view(trajectory, self.encode, reminders.global_, reminders.local)
         example = student_example(trajectory, {"kl": 1.0}, "failure", view, source)
-        if len(example.row.ids) + sum(len(row.ids) for row in view.rows) > self.most_tokens:
+        if len(example.row.ids) + view.tokens() > self.most_tokens:
             return Lesson("dropped_too_long", reminders=reminders)
         return Lesson("trained_failure", example, reminders)
 

@@ -4,9 +4,13 @@ import random
 
 import numpy as np
 import pytest
+import torch
 
+from oprd.core.architecture import ModelConfig
 from oprd.core.batch import collate, pack, tokens_read, trainable_tokens
-from oprd.core.types import Example, Row, View
+from oprd.core.model import Model
+from oprd.core.objective import read_forest
+from oprd.core.types import Example, Row, View, pieces
 
 
 def row(*ids, targets):
@@ -69,12 +73,67 @@ def test_a_teacher_view_of_trunk_and_branch_by_hand():
     example = Example(student, {"kl": np.array([1.0, 2.0, 3.0])}, "failure", View((trunk, branch), np.array([0, 2, 1])))
     other = sized(4, teacher=3)
     batch = collate([other, sized(2), example])
-    assert batch.teacher.cu_seqlens.tolist() == [0, 3, 10, 16]
-    assert batch.teacher_index.tolist() == [1, 3 + 1, 3 + 7 + 4, 3 + 5]
-    predicted = batch.teacher.ids[batch.teacher_index + 1]
-    assert predicted.tolist() == batch.scored["kl"].targets.tolist() == [3, 50, 60, 70]
+    # level 0: the other's row and what trunk and branch begin with; level 1: what they go on with
+    first, then = batch.teacher.levels
+    assert first.ids.tolist() == [0, 0, 3, 99, 1, 50, 2] and first.cu_seqlens.tolist() == [0, 3, 7]
+    assert then.ids.tolist() == [60, 3, 70, 88, 60] and then.cu_seqlens.tolist() == [0, 3, 5]
+    assert then.positions.tolist() == [4, 5, 6, 4, 5] and batch.teacher.after == ((-1, -1), (1, 1))
+    assert batch.teacher_index.tolist() == [1, 3 + 1, 7 + 3, 7 + 1]
+    assert batch.scored["kl"].targets.tolist() == [3, 50, 60, 70]
     skipped = Example(student, {"kl": np.array([1.0, 0.0, 3.0])}, "failure", example.teacher)
-    assert collate([skipped]).teacher_index.tolist() == [1, 5]
+    assert collate([skipped]).teacher_index.tolist() == [1, 4 + 1]
+    assert tokens_read(example) == (6, 4 + 3 + 2)
+
+
+def test_what_several_rows_begin_with_is_one_piece():
+    rows = [row(1, 2, 3, 4, targets=[]), row(1, 2, 9, targets=[]), row(1, 2, 3, targets=[]), row(7, targets=[]),
+            row(1, 2, 3, 4, targets=[])]
+    assert [(rows[p.row].ids[p.start : p.end].tolist(), p.after, p.rows, p.depth) for p in pieces(rows)] == [
+        ([1, 2], -1, (0, 1, 2, 4), 0), ([3], 0, (0, 2, 4), 1), ([4], 1, (0, 4), 2), ([9], 0, (1,), 1), ([7], -1, (3,), 0)]
+
+
+def random_view(rng):
+    """An example whose teacher reads a trunk and branches off it, no two turns alike."""
+    turns = [[rng.randrange(1, 30) for _ in range(rng.randint(2, 6))] for _ in range(rng.randint(1, 5))]
+    head, reminded = [31] * rng.randint(0, 2), {k for k in range(len(turns)) if rng.random() < 0.5}
+    student, targets, trunk, trunk_targets, branches, place = [0], [], [0, *head], [], [], []
+    for k, turn in enumerate(turns):
+        targets += range(len(student), len(student) + len(turn))
+        student += turn
+        if k in reminded:
+            before = [*trunk, 32, 33 + k]
+            branches.append(row(*before, *turn, targets=range(len(before), len(before) + len(turn))))
+            place.append((len(branches), 0, len(turn)))
+        else:
+            place.append((0, len(trunk_targets), len(turn)))
+            trunk_targets += range(len(trunk), len(trunk) + len(turn))
+        trunk += turn
+    rows = (row(*trunk, targets=trunk_targets), *branches)
+    first = np.cumsum([0, *(len(r.targets) for r in rows)])
+    order = np.concatenate([np.arange(first[r] + s, first[r] + s + n) for r, s, n in place])
+    return Example(row(*student, targets=targets), {"kl": np.ones(len(targets))}, "failure", View(rows, order))
+
+
+@pytest.mark.parametrize("layer_types", [("full_attention",) * 2, ("linear_attention", "full_attention")])
+def test_a_forest_read_piece_by_piece_through_forked_caches_equals_every_row_by_itself(layer_types):
+    config = ModelConfig(vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+                         num_key_value_heads=2, head_dim=4, model_type="qwen3_5_text", layer_types=layer_types,
+                         linear_conv_kernel_dim=4, linear_key_head_dim=4, linear_value_head_dim=6,
+                         linear_num_key_heads=2, linear_num_value_heads=4, initializer_range=0.3)
+    model, rng = Model(config).init(0).double().requires_grad_(False), random.Random(0)
+    for _ in range(12):
+        examples = [random_view(rng) for _ in range(rng.randint(1, 3))]
+        batch = collate(examples)
+        got = read_forest(model, batch.teacher)[batch.teacher_index]
+        wanted = []
+        for example in examples:
+            alone = [model.hidden(torch.from_numpy(r.ids), torch.tensor([0, len(r.ids)]))[r.targets - 1]
+                     for r in example.teacher.rows]
+            wanted.append(torch.cat(alone)[example.teacher.order])
+        torch.testing.assert_close(got, torch.cat(wanted), atol=1e-12, rtol=1e-12)
+        total = sum(len(level.ids) for level in batch.teacher.levels)
+        assert total == sum(e.teacher.tokens() for e in examples) <= sum(len(r.ids) for e in examples
+                                                                         for r in e.teacher.rows)
 
 
 def test_a_teacher_view_of_other_tokens_is_refused():

@@ -2,17 +2,14 @@
 
 import pytest
 import torch
-
-from oprd.core.model import Model, ModelConfig
+from families_help import FAMILIES, randomised
 
 torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="module")
-def model():
-    config = ModelConfig(vocab_size=37, hidden_size=20, intermediate_size=28, num_hidden_layers=3,
-                         num_attention_heads=4, num_key_value_heads=2, head_dim=6, initializer_range=0.4)
-    return Model(config).init(3).double().requires_grad_(False)
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request):
+    return randomised(request.param).double().requires_grad_(False)
 
 
 def some_ids(n, seed=0):
@@ -62,16 +59,28 @@ def test_a_fork_and_its_trunk_do_not_see_each_other(model):
     assert (on_branch[4:] - on_trunk).abs().max() > 1e-3  # the reminder did change the reply
 
 
-@pytest.mark.parametrize("back_to", [0, 1, 8, 12])
+@pytest.mark.parametrize("back_to", [0, 1, 7, 11, 12])
 def test_after_a_rewind_what_was_dropped_has_no_effect(model, back_to):
     first, dropped, then = some_ids(back_to, 4), some_ids(12 - back_to, 5), some_ids(5, 6)
     cache = model.new_cache()
-    run(model, torch.cat([first, dropped]), cache)
+    for piece in (first, dropped):
+        run(model, piece, cache)
     kept = cache.fork()
-    cache.rewind(back_to)
+    assert cache.rewind(back_to) == back_to  # a piece ended there
     assert (cache.length, kept.length) == (back_to, 12)
     same(run(model, then, cache), run(model, torch.cat([first, then]))[back_to:])
     same(run(model, then, kept), run(model, torch.cat([first, dropped, then]))[12:])
+
+
+def test_a_rewind_into_a_piece_keeps_what_every_layer_can_go_on_from(model):
+    ids, cache = some_ids(20), model.new_cache()
+    for piece in ids.split([4, 5, 6, 5]):
+        run(model, piece, cache)
+    recurrent = "linear_attention" in model.config.layer_types
+    assert cache.rewind(17) == cache.length == (15 if recurrent else 17)
+    same(run(model, ids[cache.length:], cache), run(model, ids)[15 if recurrent else 17:])
+    assert cache.rewind(8) == cache.length == (0 if recurrent else 8)  # the point at 4 is no longer kept
+    same(run(model, ids[cache.length:], cache), run(model, ids)[0 if recurrent else 8:])
 
 
 def test_rewinding_forward_is_our_mistake(model):

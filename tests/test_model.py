@@ -91,7 +91,7 @@ def test_config_survives_json_in_the_new_and_in_the_old_form():
 
 
 @pytest.mark.parametrize("change, words", [
-    ({"model_type": "llama"}, "model_type = 'llama' must be 'qwen3'"),
+    ({"model_type": "llama"}, "model_type = 'llama' must be one of qwen2, qwen3"),
     ({"attention_bias": True}, "attention_bias = True is not supported"),
     ({"use_sliding_window": True}, "use_sliding_window = True is not supported"),
     ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type = 'yarn' is not supported"),

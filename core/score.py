@@ -1,0 +1,66 @@
+"""Log-probabilities of given token ids, for comparing this program with another: JSON lines in, the same lines out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from oprd.kernels.cross_entropy import token_nll
+
+
+@torch.inference_mode()
+def logprobs(model, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+    """log p(ids[i] | ids[:i]) for i >= 1 of every sequence, all packed into one forward: float32 [L - 1] each."""
+    ids = torch.tensor([i for sequence in sequences for i in sequence], dtype=torch.int64)
+    lengths = [len(sequence) for sequence in sequences]
+    ends = np.cumsum(lengths)
+    hidden = model.hidden(ids, torch.tensor([0, *ends], dtype=torch.int32))
+    last = torch.zeros(len(ids), dtype=torch.bool)
+    last[torch.from_numpy(ends) - 1] = True  # predicts nothing of its own sequence
+    at = (~last).nonzero().squeeze(1)
+    values = -token_nll(hidden[at], model.head_weight, ids[at + 1])
+    return list(values.split([n - 1 for n in lengths]))
+
+
+def score_lines(model, lines: Sequence[dict[str, Any]], token_budget: int) -> Iterator[dict[str, Any]]:
+    """Every line with `logprobs`, in order; neighbours share a forward of at most token_budget tokens (a longer line has
+    one of its own)."""
+    start = 0
+    while start < len(lines):
+        end, tokens = start, 0
+        while end < len(lines) and (end == start or tokens + len(lines[end]["ids"]) <= token_budget):
+            tokens += len(lines[end]["ids"])
+            end += 1
+        found = logprobs(model, [line["ids"] for line in lines[start:end]])
+        for line, values in zip(lines[start:end], found, strict=True):
+            yield {**line, "logprobs": values.tolist()}
+        start = end
+
+
+def read_lines(path: str | Path, vocab_size: int) -> list[dict[str, Any]]:
+    """Lines {"ids": [...], ...} of a JSONL file. FileNotFoundError; ValueError names file and line."""
+    file = Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"{file}: no such file")
+    lines = []
+    for number, text in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        if not text.strip():
+            continue
+        where = f"{file}:{number}"
+        try:
+            line = json.loads(text)
+        except ValueError as problem:
+            raise ValueError(f"{where}: not JSON ({problem})") from None
+        ids = line.get("ids") if isinstance(line, dict) else None
+        if not isinstance(ids, list) or not ids or any(type(i) is not int for i in ids):
+            raise ValueError(f'{where}: must be an object with "ids", a list of at least one token id')
+        wrong = next((i for i in ids if not 0 <= i < vocab_size), None)
+        if wrong is not None:
+            raise ValueError(f"{where}: ids holds {wrong}, the model's vocabulary is 0..{vocab_size - 1}")
+        lines.append(line)
+    return lines
