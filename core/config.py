@@ -16,7 +16,8 @@ from typing import Any, Literal, Mapping, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-STAGES = ("microswe", "pretrain", "coding-sft", "if-sft", "oprd", "eval", "all")
+STAGES = ("microswe", "pretrain", "coding-sft", "if-sft", "oprd", "eval", "all", "score", "export")
+FILES = {"input": ("score",), "output": ("score", "export")}  # option of the command line: stages that take it
 
 
 class Section(BaseModel):
@@ -80,6 +81,7 @@ class Train(Section):
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW")
     weight_decay: float = Field(0.0, ge=0, description="AdamW")
+    router_balance: float = Field(0.001, ge=0, description="mixtures: weight of the router's load-balancing loss")
     clip: float = Field(1.0, gt=0, description="largest global gradient norm")
     checkpoint_every: int = Field(100, ge=1, description="optimizer steps between checkpoints")
     keep: int = Field(2, ge=1, description="checkpoints kept")
@@ -188,6 +190,10 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
                      epilog="Every setting may stand in the TOML file ([section] field = value) or on the command line.")
     parser.add_argument("--stage", required=True, choices=STAGES, help="what to do")
     parser.add_argument("--config", metavar="FILE.toml", help="settings file")
+    parser.add_argument("--model", metavar="DIR", dest="model.path", default=argparse.SUPPRESS,
+                        help="short for --model.path: the Hugging Face folder to start from")
+    parser.add_argument("--input", metavar="FILE.jsonl", help='score: lines of {"ids": [...]}')
+    parser.add_argument("--output", metavar="PATH", help="score: where to write (default: the terminal); export: a new folder")
     parser.add_argument("--resume", action="store_true", help="go on from the newest complete checkpoint")
     parser.add_argument("--dry-run", action="store_true", help="print settings and derived numbers, then stop")
     groups = {section: parser.add_argument_group(f"[{section}]") for section in Config.model_fields}
@@ -202,6 +208,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
         raise ValueError(str(problem))
     if rest:
         raise ValueError(f"unknown setting {rest[0]}; {_nearest(rest[0].split('=')[0].lstrip('-'), fields())}")
+    for option, stages in FILES.items():
+        if getattr(known, option) is not None and known.stage not in stages:
+            raise ValueError(f"--{option} means nothing to --stage {known.stage}; it belongs to {' and '.join(stages)}")
     given = {name: value for name, value in vars(known).items() if "." in name}
     return known, given
 

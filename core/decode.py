@@ -11,8 +11,6 @@ last row into the hole.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -52,6 +50,7 @@ class Decoder:
         for mixer, entry in zip(self.mixers, cache.entries):
             mixer.join(row, entry)
         self.lengths.append(length)
+        self._now = None
         return row
 
     @torch.inference_mode()
@@ -61,31 +60,34 @@ class Decoder:
         cache = Cache([mixer.leave(row, last, self.lengths) for mixer in self.mixers])
         self.lengths[row] = self.lengths[last]
         self.lengths.pop()
+        self._now = None
         return cache
 
     @torch.inference_mode()
     def step(self, ids: Tensor) -> Tensor:
         """Append one token to every occupied row, ids int64 [N]; returns the logits after it, [N, V]."""
-        c, n = self.config, len(self.lengths)
-        positions = torch.tensor(self.lengths)
+        now = self._now = self._begin() if self._now is None else self._now.after()
         self.lengths = [length + 1 for length in self.lengths]
-        longest, groups = max(self.lengths), c.num_key_value_heads
-        hidden_later = torch.arange(longest) > positions[:, None]
-        bias = self.embed.new_zeros(n, longest).masked_fill_(hidden_later, float("-inf")).repeat_interleave(groups, 0)[:, None]
-        # where each (row, head) writes its new key: rows of the [rows * G * room, K] view
-        slots = (torch.arange(n * groups) * self.room).view(n, groups).add_(positions[:, None]).view(-1)
-        now = _Now(n, longest, bias, slots, self.cos[positions, None], self.sin[positions, None], self.partner)
         x = self.embed[ids]
         for mixer, feed in zip(self.mixers, self.feeds):
             x = feed(mixer(x, now))
-        return F.linear(_normed(x, c.rms_norm_eps), self.head)
+        return F.linear(_normed(x, self.config.rms_norm_eps), self.head)
+
+    def _begin(self) -> "_Now":
+        """The first step after rows have come or gone."""
+        n, groups = len(self.lengths), self.config.num_key_value_heads
+        positions = torch.tensor(self.lengths)
+        bias = self.embed.new_zeros(n, 1, self.room)
+        bias.masked_fill_((torch.arange(self.room) > positions[:, None])[:, None], float("-inf"))
+        slots = (torch.arange(n * groups) * self.room).view(n, groups).add_(positions[:, None]).view(-1)
+        return _Now(self, n, max(self.lengths) + 1, positions, bias.repeat_interleave(groups, 0), slots)
 
     def _make_room(self, room: int) -> None:
         """Give every row room for `room` tokens, keeping what is there."""
         c, half = self.config, self.config.rotary_dim // 2
         for mixer in self.mixers:
             mixer.make_room(room)
-        self.room = room
+        self.room, self._now = room, None
         cos, sin = rope_tables(torch.arange(room), c.rotary_dim, c.rope_theta, self.embed.dtype)
         # rotate() adds (-high, low) * sin; with element i beside its partner the sign stands in the table, and the
         # elements that are not rotated have cos 1, sin 0 and themselves as partner
@@ -95,18 +97,21 @@ class Decoder:
         self.partner = torch.cat([at[half : 2 * half], at[:half], at[2 * half :]])
 
 
-@dataclass(frozen=True, eq=False)
 class _Now:
-    """What all layers of one step share: rows and longest, the mask [N G, 1, L], where keys are written [N G], the
-    rotary tables [N, 1, K] and each element's partner [K]."""
+    """What all layers of one step share: n rows and the longest, positions [N], the mask [N G, 1, room], where keys are
+    written (rows of the [rows * G * room, K] view) [N G], the rotary tables [N, 1, K] and each element's partner [K]."""
 
-    n: int
-    longest: int
-    bias: Tensor
-    slots: Tensor
-    cos: Tensor
-    sin: Tensor
-    partner: Tensor
+    def __init__(self, decoder: Decoder, n: int, longest: int, positions: Tensor, bias: Tensor, slots: Tensor):
+        self.decoder, self.n, self.longest, self.positions, self.slots = decoder, n, longest, positions, slots
+        self.whole_bias, self.bias = bias, bias[:, :, :longest]
+        self.cos, self.sin = (t.index_select(0, positions)[:, None] for t in (decoder.cos, decoder.sin))
+        self.partner = decoder.partner
+
+    def after(self) -> "_Now":
+        """The same rows one token later."""
+        slots = self.slots + 1
+        self.whole_bias.view(-1).index_fill_(0, slots, 0.0)  # the mask lies as the keys do
+        return _Now(self.decoder, self.n, self.longest + 1, self.positions + 1, self.whole_bias, slots)
 
 
 def _normed(x: Tensor, eps: float) -> Tensor:
@@ -164,7 +169,7 @@ class _AttentionRows:
         qk = qkv[:, : heads + groups]
         if self.normed:
             qk = _normed(qk, self.eps) * self.qk_norm
-        qk = torch.addcmul(qk * now.cos, qk[..., now.partner], now.sin)
+        qk = torch.addcmul(qk * now.cos, qk.index_select(-1, now.partner), now.sin)
         self.k.view(-1, size).index_copy_(0, now.slots, qk[:, heads:].reshape(-1, size))
         new_v = qkv[:, heads + groups : heads + 2 * groups]
         self.v.view(-1, size).index_copy_(0, now.slots, new_v.reshape(-1, size))

@@ -24,3 +24,10 @@ class MoE(nn.Module):
             y=y+((i==e)*w).sum(-1,keepdim=True).to(x.dtype)*((F.silu(g)*u)@s.experts.down_proj[e].T)
         if s.sh: y=y+s.shared_expert(x)*torch.sigmoid(s.shared_expert_gate(x))
         return y
+
+def balance_loss(router_logits, cu_seqlens, top_k):
+    p=torch.stack([l.softmax(-1) for l in router_logits]); E=p.shape[-1]; out=[]
+    f=torch.zeros_like(p).scatter_(-1,p.topk(top_k,-1).indices,1.0)
+    cu=cu_seqlens.tolist()
+    for a,b in zip(cu,cu[1:]): out.append(E*(f[:,a:b].flatten(0,1).mean(0)*p[:,a:b].flatten(0,1).mean(0)).sum())
+    return torch.stack(out)

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from oprd.core.batch import Batch, Forest, trainable_tokens
 from oprd.core.metrics import Max, Mean, Metric, Min, Sum
+from oprd.core.moe import balance_loss
 from oprd.core.types import Example
 from oprd.kernels.cross_entropy import token_nll
 from oprd.kernels.topk_kl import SupportStats, topk_kl
@@ -95,16 +96,20 @@ def normalise(examples: Sequence[Example], objective: Objective = Objective()) -
     return final
 
 
-def batch_loss(model, teacher, batch: Batch, distillation: Distillation) -> tuple[Tensor, dict[str, Metric]]:
+def batch_loss(model, teacher, batch: Batch, distillation: Distillation,
+               balance: float = 0.0) -> tuple[Tensor, dict[str, Metric]]:
     """One micro-batch's part of the step's loss (a scalar with a graph), and its metrics.
 
     model, teacher: `hidden(ids [T], cu_seqlens, positions, caches) -> [T, D]`, `head_weight` [V, D], `new_cache()`. The
     teacher is only read where something is distilled, without gradient; it may be the model itself. Heads run on the
-    scored tokens alone.
+    scored tokens alone. balance: weight of one student row's load-balancing loss (core/moe.py), where there are
+    mixtures: it is computed row by row, so that it does not depend on which rows share a micro-batch.
     """
     assert batch.scored, "a micro-batch without a scored token must not reach the model"
     student = batch.student
-    hidden = model.hidden(student.ids, student.cu_seqlens, student.positions)
+    routers: list[Tensor] = []
+    hidden = model.hidden(student.ids, student.cu_seqlens, student.positions,
+                          **({"routers": routers} if balance else {}))
     total = hidden.new_zeros((), dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32)
     metrics: dict[str, Metric] = {}
     for name, scored in batch.scored.items():
@@ -119,6 +124,10 @@ def batch_loss(model, teacher, batch: Batch, distillation: Distillation) -> tupl
         part = (values * scored.weights.to(values.dtype)).sum()
         metrics[f"train/loss_{name}"] = Sum(part.item())
         total = total + part
+    if routers:
+        rows = balance_loss(routers, student.cu_seqlens, model.config.num_experts_per_tok)
+        metrics["train/router_balance"] = Mean(*_total(rows))
+        total = total + balance * rows.sum()
     metrics["train/loss"] = Sum(sum(metrics[f"train/loss_{name}"].total for name in batch.scored))
     return total, metrics
 

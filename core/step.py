@@ -20,14 +20,16 @@ log = logging.getLogger("oprd.step")
 
 def train_step(model, teacher, examples: Sequence[Example], optimizer: AdamW, *, lr: float, token_budget: int,
                objective: Objective = Objective(), distillation: Distillation = Distillation(),
-               max_norm: float = math.inf, bf16: bool = False, device="cpu") -> dict[str, Metric]:
+               router_balance: float = 0.0, max_norm: float = math.inf, bf16: bool = False,
+               device="cpu") -> dict[str, Metric]:
     """Train once on all `examples` (one optimizer step's worth) and return the step's metrics.
 
     Weights are normalised over the whole step, then the examples are packed into micro-batches of at most
     `token_budget` tokens; the split changes neither loss nor gradient. bf16: run the models under autocast (heads and
-    losses stay fp32). Examples without a trainable token are left out and counted. When none has one, nothing is
-    updated, a warning is logged and `train/skipped_steps` is 1. A gradient that is not finite is a
-    FloatingPointError, raised before the weights are touched.
+    losses stay fp32). router_balance: weight of the routers' load-balancing loss, a mean over the rows. Examples without
+    a trainable token are left out and counted. When none has one, nothing is updated, a warning is logged and
+    `train/skipped_steps` is 1. A gradient that is not finite is a FloatingPointError, raised before the weights are
+    touched.
     """
     final = normalise(examples, objective)
     useful = [e for e in final if trainable_tokens(e)]
@@ -48,7 +50,7 @@ def train_step(model, teacher, examples: Sequence[Example], optimizer: AdamW, *,
     for part in parts:
         batch = collate(part).to(device)
         with torch.autocast(torch.device(device).type, dtype=torch.bfloat16) if bf16 else nullcontext():
-            loss, found = batch_loss(model, teacher, batch, distillation)
+            loss, found = batch_loss(model, teacher, batch, distillation, router_balance / len(useful))
         loss.backward()
         metrics = merge(metrics, found)
     norm = clip_gradients(optimizer.parameters.values(), max_norm)

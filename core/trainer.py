@@ -110,8 +110,8 @@ class Trainer:
         t = self.plan.train
         lr = learning_rate(self.step, self.plan.steps, t.lr, t.lr_min, t.warmup, t.lr_start)
         return train_step(self.model, self.teacher, examples, self.optimizer, lr=lr, token_budget=t.micro_batch_tokens,
-                          objective=self.plan.objective, distillation=self.plan.distillation, max_norm=t.clip,
-                          bf16=self.plan.bf16)
+                          objective=self.plan.objective, distillation=self.plan.distillation,
+                          router_balance=t.router_balance, max_norm=t.clip, bf16=self.plan.bf16)
 
     def _save(self) -> None:
         teacher = self.teacher if not self.plan.shared else None

@@ -5,9 +5,11 @@ import logging
 import numpy as np
 import pytest
 import torch
+from families_help import randomised
 
 from oprd.core.metrics import values
 from oprd.core.model import Model, ModelConfig
+from oprd.core.moe import balance_loss
 from oprd.core.objective import Distillation, Objective
 from oprd.core.optim import AdamW
 from oprd.core.step import train_step
@@ -149,3 +151,23 @@ def test_bf16_autocast_stays_close_and_leaves_fp32_weights():
 def test_the_same_step_twice_is_bit_identical():
     (a, g), (b, h) = run(model(0), examples(), 100), run(model(0), examples(), 100)
     assert a == b and all(torch.equal(g[n], h[n]) for n in g)
+
+
+def test_the_routers_balance_is_a_mean_over_rows_whatever_the_micro_batches():
+    student = randomised("qwen3_5_moe_text").double()
+    rows = [Row(np.arange(n) % V, np.array([n - 1])) for n in (9, 30, 17, 25)]
+    made = [Example(row, {"nll": np.ones(1)}) for row in rows]
+    plain, without = run(student, made, 10_000)
+    whole, gradients = run(student, made, 10_000, router_balance=0.5)
+    split, same = run(student, made, 30, router_balance=0.5)
+    alone = []
+    for row in rows:
+        routers = []
+        student.hidden(torch.from_numpy(row.ids), torch.tensor([0, len(row.ids)]), routers=routers)
+        alone.append(balance_loss(routers, torch.tensor([0, len(row.ids)]), 2)[0].item())
+    assert whole["train/router_balance"] == pytest.approx(np.mean(alone), rel=1e-9)
+    assert split["train/micro_batches"] == 3 and "train/router_balance" not in plain
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, same[name], atol=1e-10, rtol=1e-10)
+    router = "model.layers.0.mlp.gate.weight"
+    assert (gradients[router] - without[router]).abs().max() > 1e-4
