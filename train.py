@@ -9,6 +9,7 @@ if-sft, oprd, eval, and all (the whole recipe with a table). docs/architecture.m
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import zlib
@@ -24,6 +25,7 @@ from oprd.core.config import Config
 from oprd.core.data import Order, read_sft, read_text
 from oprd.core.metrics import Last, Log, Mean, Progress, Sum
 from oprd.core.model import Model
+from oprd.core.score import read_lines, score_lines
 from oprd.core.objective import Distillation, Objective
 from oprd.core.plan import (check_fits, check_oprd, check_recipe, data_file, describe, done, random_model,
                             refresh_steps, stage_folder, starting_point, total_steps)
@@ -57,7 +59,10 @@ def main(argv: list[str]) -> int:
             for stage in RECIPE.values() if options.stage == "all" else (options.stage,):
                 print("\n".join([describe(stage, load(stage)), *settings.changes(config, load(stage))]))
             return 0
-        STAGE[options.stage](config, load, options.resume)
+        if options.stage in PARITY:
+            PARITY[options.stage](config, options)
+        else:
+            STAGE[options.stage](config, load, options.resume)
     except Stopped as stopped:
         print(stopped)
     except KeyboardInterrupt:
@@ -179,6 +184,41 @@ STAGE = {"microswe": make_microswe, "pretrain": sft("pretrain"), "coding-sft": s
          "if-sft": sft("if-sft"), "oprd": oprd, "eval": evaluation, "all": everything}
 
 
+# --- two commands for parity work ---------------------------------------------------------------------------------
+
+def score(config: Config, options) -> None:
+    """Write the log-probabilities of given ids (float32), one line for one line: to --output, or to the terminal."""
+    folder = _model_folder(config, "score")
+    if not options.input:
+        raise ValueError('--stage score needs --input FILE.jsonl with lines of {"ids": [...]}')
+    lines = read_lines(options.input, hf.load_config(folder).vocab_size)
+    if options.output and Path(options.output).exists():
+        raise ValueError(f"{options.output} exists; name another --output")
+    scored = score_lines(hf.load(folder), lines, config.train.micro_batch_tokens)
+    if options.output:
+        recordings.write_jsonl(Path(options.output), scored)
+    else:
+        for line in scored:
+            print(json.dumps(line), flush=True)
+
+
+def export(config: Config, options) -> None:
+    """Read a model, prove that every tensor is accounted for, and write it anew: names, dtypes and shards as they are."""
+    folder = _model_folder(config, "export")
+    if not options.output:
+        raise ValueError("--stage export needs --output DIR, the folder to write")
+    print(hf.export(folder, options.output))
+
+
+PARITY = {"score": score, "export": export}
+
+
+def _model_folder(config: Config, stage: str) -> Path:
+    if not config.model.path:
+        raise ValueError(f"--stage {stage} needs --model DIR, a Hugging Face folder")
+    return Path(config.model.path)
+
+
 def take_ready(config: Config, resume: bool) -> set[str]:
     """Copy the ready models into the run's folder and write the task files. Returns the stages they stand for.
 
@@ -193,7 +233,7 @@ def take_ready(config: Config, resume: bool) -> set[str]:
     for folder in (stage_folder(config, stage) for stage in found):
         source = Path(config.run.ready) / folder.name
         if not (folder / "model").exists():
-            hf.save(hf.load(source), folder / "model", tokenizer_from=source)
+            hf.export(source, folder / "model")
     recordings.make_task_files(Path(config.run.folder) / "data", config.microswe, config.run.seed)
     return found
 

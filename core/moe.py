@@ -1,33 +1,99 @@
-"""INTERIM, by the lead: the helper who owns this file replaces it."""
-import torch, torch.nn as nn, torch.nn.functional as F
-class MLP(nn.Module):
-    def __init__(s,d,i):
-        super().__init__(); s.gate_proj=nn.Linear(d,i,bias=False); s.up_proj=nn.Linear(d,i,bias=False); s.down_proj=nn.Linear(i,d,bias=False)
-    def forward(s,x,routers=None): return s.down_proj(F.silu(s.gate_proj(x))*s.up_proj(x))
-class Ex(nn.Module):
-    def __init__(s,E,D,Fm):
-        super().__init__(); s.gate_up_proj=nn.Parameter(torch.zeros(E,2*Fm,D)); s.down_proj=nn.Parameter(torch.zeros(E,D,Fm))
-class MoE(nn.Module):
-    def __init__(s,c):
-        super().__init__(); s.k=c.num_experts_per_tok; s.n=c.norm_topk_prob
-        s.gate=nn.Linear(c.hidden_size,c.num_experts,bias=False); s.experts=Ex(c.num_experts,c.hidden_size,c.moe_intermediate_size)
-        s.sh=bool(c.shared_expert_intermediate_size)
-        if s.sh: s.shared_expert=MLP(c.hidden_size,c.shared_expert_intermediate_size); s.shared_expert_gate=nn.Linear(c.hidden_size,1,bias=False)
-    def forward(s,x,routers=None):
-        l=s.gate(x)
-        if routers is not None: routers.append(l)
-        p=l.softmax(-1,dtype=torch.promote_types(l.dtype,torch.float32)); w,i=p.topk(s.k,-1)
-        if s.n: w=w/w.sum(-1,keepdim=True)
-        y=0
-        for e in range(p.shape[1]):
-            g,u=(x@s.experts.gate_up_proj[e].T).chunk(2,-1)
-            y=y+((i==e)*w).sum(-1,keepdim=True).to(x.dtype)*((F.silu(g)*u)@s.experts.down_proj[e].T)
-        if s.sh: y=y+s.shared_expert(x)*torch.sigmoid(s.shared_expert_gate(x))
-        return y
+"""Feed-forwards: the dense SwiGLU, and the mixture of experts with its router and load-balancing loss.
 
-def balance_loss(router_logits, cu_seqlens, top_k):
-    p=torch.stack([l.softmax(-1) for l in router_logits]); E=p.shape[-1]; out=[]
-    f=torch.zeros_like(p).scatter_(-1,p.topk(top_k,-1).indices,1.0)
-    cu=cu_seqlens.tolist()
-    for a,b in zip(cu,cu[1:]): out.append(E*(f[:,a:b].flatten(0,1).mean(0)*p[:,a:b].flatten(0,1).mean(0)).sum())
-    return torch.stack(out)
+T tokens, D hidden, E experts, k experts a token, L layers that are mixtures, B packed sequences.
+"""
+
+from __future__ import annotations
+
+from typing import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from oprd.core.architecture import ModelConfig
+from oprd.kernels.experts import run_experts
+
+
+class MLP(nn.Module):
+    """down(silu(gate(x)) * up(x)), [T, D] -> [T, D]. `routers` is there for the signature it shares with MoE."""
+
+    def __init__(self, hidden: int, intermediate: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
+
+    def forward(self, x: Tensor, routers: list[Tensor] | None = None) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Experts(nn.Module):
+    """The weights of all experts: gate_up_proj [E, 2F, D] (gate rows first) and down_proj [E, D, F]."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        e, d, f = config.num_experts, config.hidden_size, config.moe_intermediate_size
+        self.gate_up_proj = nn.Parameter(torch.empty(e, 2 * f, d))
+        self.down_proj = nn.Parameter(torch.empty(e, d, f))
+
+
+class MoE(nn.Module):
+    """A mixture: each token goes to the k experts its router likes best, and to the shared expert where there is one."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.top_k, self.renormalise = config.num_experts_per_tok, config.norm_topk_prob
+        self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.experts = Experts(config)
+        self.shared_expert = None
+        if config.shared_expert_intermediate_size:
+            self.shared_expert = MLP(config.hidden_size, config.shared_expert_intermediate_size)
+            self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False)
+
+    def forward(self, x: Tensor, routers: list[Tensor] | None = None) -> Tensor:
+        """x [T, D] -> [T, D]; appends the router logits [T, E] to `routers`."""
+        logits = self.gate(x)
+        if routers is not None:
+            routers.append(logits)
+        weight, chosen = _probabilities(logits).topk(self.top_k, dim=-1)
+        if self.renormalise:
+            weight = weight / weight.sum(-1, keepdim=True)
+        out = run_experts(x, self.experts.gate_up_proj, self.experts.down_proj, chosen, weight.to(x.dtype))
+        if self.shared_expert is not None:
+            out = out + torch.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
+        return out
+
+
+def balance_loss(router_logits: Sequence[Tensor], cu_seqlens: Tensor, top_k: int) -> Tensor:
+    """The load-balancing loss of every sequence by itself, [B]: E sum_e f_e p_e over the sequence's tokens in all layers
+    (router_logits: L of [T, E]), f_e how many of its k choices a token gives to e on average, p_e its mean probability.
+
+    Even routing gives k. For one sequence it is transformers' load_balancing_loss_func (Switch, arXiv 2101.03961);
+    taken sequence by sequence it does not depend on what shares a batch. A sequence without tokens gives 0.
+    """
+    p = _probabilities(torch.stack(list(router_logits)))  # [L, T, E]
+    chosen = torch.zeros_like(p).scatter_(-1, p.topk(top_k, dim=-1).indices, 1.0)
+    lengths = cu_seqlens.diff().to(p.device)
+    owner = torch.arange(len(lengths), device=p.device).repeat_interleave(lengths)
+    f_mean, p_mean = (x.new_zeros(len(lengths), x.shape[-1]).index_add_(0, owner, x.mean(0))
+                      / lengths.clamp(min=1).unsqueeze(1) for x in (chosen, p))
+    return p.shape[-1] * (f_mean * p_mean).sum(-1)
+
+
+def balance_loss_definition(router_logits: Sequence[Tensor], cu_seqlens: Tensor, top_k: int) -> Tensor:
+    """What balance_loss() means, in float64, one sequence and expert at a time. Slow on purpose."""
+    losses = []
+    for start, end in zip(cu_seqlens.tolist(), cu_seqlens.tolist()[1:]):
+        rows = [torch.softmax(logits[t].double(), -1) for logits in router_logits for t in range(start, end)]
+        total = torch.zeros((), dtype=torch.float64)
+        for e in range(router_logits[0].shape[1]):
+            share = sum(e in row.topk(top_k).indices.tolist() for row in rows) / max(1, len(rows))
+            total = total + share * sum(row[e] for row in rows) / max(1, len(rows))
+        losses.append(router_logits[0].shape[1] * total)
+    return torch.stack(losses)
+
+
+def _probabilities(logits: Tensor) -> Tensor:
+    """Softmax over the experts, in float32 or wider."""
+    return torch.softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))

@@ -52,7 +52,7 @@ class Trainer:
     """One stage's training state in `folder`: checkpoints/, metrics.jsonl, tensorboard/, and at the end model/."""
 
     def __init__(self, plan: Plan, folder: Path, start: Path, resume: bool):
-        """start: the Hugging Face folder that step 0 begins from (its tokenizer files are carried along).
+        """start: the Hugging Face folder that step 0 begins from; the trained model is written in its form.
 
         Raises ValueError when the folder already holds a run and resume is not asked for, or when the checkpoint
         to resume was made for another number of steps.
@@ -104,7 +104,7 @@ class Trainer:
                 if stop.asked and self.step < plan.steps:
                     raise Stopped(f"stopped after step {self.step} of {plan.steps}, saved; --resume goes on")
             bar.close()
-        hf.save(self.model, self.folder / "model", tokenizer_from=self.start, overwrite=True)
+        hf.save_like(self.model, self.folder / "model", self.start, overwrite=True)
 
     def _update(self, examples: Sequence[Example]) -> dict[str, Metric]:
         t = self.plan.train

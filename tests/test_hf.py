@@ -129,10 +129,10 @@ def test_a_save_that_fails_half_way_leaves_the_old_model_and_no_rubbish(tmp_path
     model = randomised(small())
     hf.save(model, tmp_path / "m")
 
-    def full_disk(*_):
+    def full_disk(*_, **__):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(hf, "_write_tensors", full_disk)
+    monkeypatch.setattr(hf, "save_file", full_disk)
     with pytest.raises(OSError, match="No space left"):
         hf.save(randomised(small(), 1), tmp_path / "m", overwrite=True)
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
@@ -177,7 +177,7 @@ BREAKAGES = {
     "missing": (single(lambda t: t.pop(NORM)), ValueError, ["missing tensor model.norm.weight"]),
     "unexpected": (single(lambda t: t.update(extra=t[NORM] + 1)), ValueError, ["unexpected tensor extra"]),
     "shape": (single(lambda t: t.update({NORM: t[NORM][:5].clone()})), ValueError, [NORM, "[5]", "[24]"]),
-    "dtype": (single(lambda t: t.update({NORM: t[NORM].to(torch.int8)})), ValueError, [NORM, "torch.int8"]),
+    "dtype": (single(lambda t: t.update({NORM: t[NORM].to(torch.int8)})), ValueError, [NORM, "stored as I8"]),
 }
 
 
