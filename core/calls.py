@@ -32,17 +32,18 @@ class Malformed(Exception):
     """A reply that is not what was asked for; the message is a sentence to show to the model."""
 
 
-def write_call(dialect: str, name: str, arguments: Mapping[str, Any]) -> str:
+def write_call(dialect: str, name: str, arguments: Mapping[str, Any], json_scalars: bool = False) -> str:
     """The text of one call, without the newline on either side. Raises ValueError where it would not read back.
 
     Values that are not strings are spelt as Qwen's templates do: the json form keeps them JSON; the xml form writes
-    objects and lists as JSON and everything else as Python's str (True, None).
+    objects and lists as JSON and everything else as Python's str (True, None), or, with json_scalars (Qwen3.6), as JSON
+    too (true, null).
     """
     if dialect == "json":
         text = json.dumps({"name": name, "arguments": dict(arguments)}, ensure_ascii=False)
         meant = {key: _json_text(value) for key, value in arguments.items()}
     else:
-        meant = {key: _xml_text(value) for key, value in arguments.items()}
+        meant = {key: _xml_text(value, json_scalars) for key, value in arguments.items()}
         lines = [f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in meant.items()]
         text = f"<function={name}>\n{''.join(lines)}</function>"
     try:
@@ -63,8 +64,9 @@ def read_call(dialect: str, text: str) -> ToolCall:
     return _read_xml(text) if dialect == "xml" else _read_json(text)
 
 
-def _xml_text(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, (dict, list)) else str(value)
+def _xml_text(value: Any, json_scalars: bool) -> str:
+    as_json = isinstance(value, (dict, list)) or (json_scalars and not isinstance(value, str))
+    return json.dumps(value, ensure_ascii=False) if as_json else str(value)
 
 
 def _json_text(value: Any) -> str:

@@ -8,10 +8,10 @@ Rendering a finished row (`render`) walks the same methods, so training and roll
 construction. Text from outside (tasks, tool output, schemas, replies of an expert) is encoded by
 `Tokenizer.encode`, which knows no control token; control ids come from this file alone.
 
-Where it differs from Qwen's own templates, on purpose: contents are not trimmed; an earlier turn is never rewritten
-(the templates drop the thinking, even the empty think block, of turns before the last user message); there need be
-no user message; arguments given as JSON text are re-spelt; the generation prompt ends at a token boundary even where
-a reply begins with a newline. Otherwise the ids equal the template's text encoded with its control tokens.
+Where it differs from Qwen's own templates, on purpose: an earlier turn is never rewritten (the templates drop the
+thinking, even the empty think block, of turns before the last user message); there need be no user message; arguments
+given as JSON text are re-spelt; the generation prompt ends at a token boundary even where a reply begins with a
+newline. Otherwise the ids equal the template's text encoded with its control tokens. FORMS lists the families.
 """
 
 from __future__ import annotations
@@ -29,6 +29,34 @@ from oprd.core.types import ToolCall
 GENERATION = {  # generation prompts by name
     "plain": "<|im_start|>assistant\n",
     "no_think": "<|im_start|>assistant\n<think>\n\n</think>\n\n",  # the thinking is over before it began
+    "think": "<|im_start|>assistant\n<think>\n",  # the reply begins inside the think block
+}
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a family of models writes a conversation.
+
+    dialect: of tool calls. thinking, silent: its generation prompts (GENERATION) with and without thinking. system: the
+    system message of a conversation that has none. trims: contents are stripped. json_scalars: see write_call.
+    """
+
+    dialect: str
+    thinking: str
+    silent: str
+    system: str | None = None
+    trims: bool = False
+    json_scalars: bool = False
+
+
+_QWEN = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+FORMS = {
+    "qwen3_5": Form("xml", "think", "no_think", trims=True),
+    "qwen3_6": Form("xml", "think", "no_think", trims=True, json_scalars=True),
+    "qwen3": Form("json", "plain", "no_think"),
+    "qwen3_instruct": Form("json", "plain", "plain"),
+    "qwen2_5": Form("json", "plain", "plain", system=_QWEN),
+    "bare": Form("xml", "plain", "plain"),  # Qwen3.5's calls and nothing more: MicroSWE's tiny models
 }
 
 # The tool block the models were trained on: what stands before and after the schemas (JSON, one a line).
@@ -69,10 +97,12 @@ class Reply:
 class Chat:
     """The frame for one tokenizer, one call dialect (`xml` or `json`) and one generation prompt (GENERATION)."""
 
-    def __init__(self, tokenizer: Tokenizer, dialect: str = "xml", generation: str = "plain"):
+    def __init__(self, tokenizer: Tokenizer, dialect: str = "xml", generation: str = "plain", system: str | None = None,
+                 trims: bool = False, json_scalars: bool = False):
         for name, value, known in (("dialect", dialect, DIALECTS), ("generation", generation, tuple(GENERATION))):
             if value not in known:
                 raise ValueError(f"chat {name} = {value!r} must be one of {', '.join(known)}")
+        self.default_system, self.trims, self.json_scalars = system, trims, json_scalars
         self.tokenizer, self.dialect, self.generation = tokenizer, dialect, generation
         self.end_id = tokenizer.token_id("<|im_end|>")
         self._start = tokenizer.token_id("<|im_start|>")
@@ -83,15 +113,21 @@ class Chat:
         self.generation_ids = self._ids(*self._trusted(GENERATION[generation]))
         self.stop_ids = (self.end_id,) + tuple(self._controls[n] for n in ("<|endoftext|>",) if n in self._controls)
 
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, form: str, thinking: bool = False) -> "Chat":
+        """The frame of a family (FORMS)."""
+        f = FORMS[form]
+        return cls(tokenizer, f.dialect, f.thinking if thinking else f.silent, f.system, f.trims, f.json_scalars)
+
     # ---- what the environment writes ------------------------------------------------------------------------------
 
     def open(self, system: str | None, user: str, tools: Sequence[Mapping[str, Any]] | None = None) -> tuple[int, ...]:
         """Context of turn 0: the system message (with the tool block, if tools are given) and the user message."""
-        return self._system(system, tools) + self._turn("user", user)
+        return self._system(system, tools) + self._turn("user", self._outside(user))
 
     def user(self, text: str, ended: bool = True) -> tuple[int, ...]:
         """A user message after a sampled turn, from the separator on. ended: see tool_results."""
-        return self._after_reply(ended) + self._turn("user", text)
+        return self._after_reply(ended) + self._turn("user", self._outside(text))
 
     def tool_results(self, outputs: Sequence[str], ended: bool = True) -> tuple[int, ...]:
         """All tool outputs after a sampled turn as one user turn, from the separator on.
@@ -114,12 +150,15 @@ class Chat:
         after a generation prompt that has closed the think block.
         """
         if reasoning and self.generation == "no_think":
-            raise ValueError("reasoning cannot follow the generation prompt 'no_think', which ends the thinking")
-        parts: list[int | str] = self._trusted("<think>\n") + [reasoning] + self._trusted("\n</think>\n\n")
-        parts = (parts if reasoning else []) + [content]
+            raise ValueError("reasoning cannot follow a generation prompt that has ended the thinking; set chat.thinking "
+                             "= true to train it")
+        parts: list[int | str] = [] if self.generation == "think" else self._trusted("<think>\n")
+        parts = parts + [reasoning] + self._trusted("\n</think>\n\n")
+        parts = (parts if reasoning or self.generation == "think" else []) + [content]
         for i, call in enumerate(calls):
             parts.append("\n" if i else _SEPARATOR[self.dialect] if content else "")
-            parts += [self._call, f"\n{write_call(self.dialect, call.name, call.arguments)}\n", self._call_end]
+            spelt = write_call(self.dialect, call.name, call.arguments, self.json_scalars)
+            parts += [self._call, f"\n{spelt}\n", self._call_end]
         return self._ids(*parts, self.end_id)
 
     def parse(self, ids: Sequence[int]) -> Reply:
@@ -162,7 +201,7 @@ class Chat:
         a thinking model may have opened the block."""
         begin, end = self._controls.get("<think>"), self._controls.get("</think>")
         if end not in body:
-            if begin in body:
+            if begin in body or self.generation == "think":
                 raise Malformed("The reply opens <think> and never closes it.")
             return None, body
         cut = body.index(end)
@@ -209,7 +248,7 @@ class Chat:
             if previous == "assistant":
                 put(self._after_reply(ended=True))
             if message.role == "user":
-                put(self._turn("user", message.text))
+                put(self._turn("user", self._outside(message.text)))
             elif message.role == "tool":
                 put(self._tool_turn([m.text for m in _run_of_tools(rows, i)]))
             else:
@@ -221,6 +260,8 @@ class Chat:
     def _recorded(self, message: Message, at: str) -> tuple[int, ...]:
         calls = [ToolCall(name, arguments) for name, arguments in message.calls]
         try:
+            if self.trims:
+                return self.assistant(message.text.strip(), calls, message.reasoning.strip())
             return self.assistant(message.text, calls, message.reasoning)
         except ValueError as error:
             raise FieldError(at, str(error), "unspeakable") from None
@@ -228,6 +269,7 @@ class Chat:
     # ---- the frame ------------------------------------------------------------------------------------------------
 
     def _system(self, system: str | None, tools: Sequence[Mapping[str, Any]] | None) -> tuple[int, ...]:
+        system = self._outside(self.default_system if system is None else system)
         if not tools:
             return () if system is None else self._turn("system", system)
         before, after = (self._trusted(text) for text in _TOOLS[self.dialect])
@@ -239,6 +281,10 @@ class Chat:
             block = [system + "\n\n"] + block
         return self._turn("system", *block)
 
+    def _outside(self, text: str | None) -> str | None:
+        """A text as the form lets it in."""
+        return text.strip() if text is not None and self.trims else text
+
     def _turn(self, role: str, *content: int | str) -> tuple[int, ...]:
         return self._ids(self._start, f"{role}\n", *content, self.end_id, "\n")
 
@@ -246,7 +292,7 @@ class Chat:
         parts: list[int | str] = []
         for i, output in enumerate(outputs):
             parts += self._trusted("\n<tool_response>\n" if i else "<tool_response>\n")
-            parts += [output] + self._trusted("\n</tool_response>")
+            parts += [self._outside(output)] + self._trusted("\n</tool_response>")
         return self._turn("user", *parts)
 
     def _after_reply(self, ended: bool) -> tuple[int, ...]:
