@@ -1,22 +1,23 @@
 """Recorded conversations to training examples, and the order in which examples are read.
 
-One line of an SFT file is one JSON object:
+A row, a line of JSON or a Parquet row (core/sources.py), is in the plainest case
 
     {"messages": [...], "tools": optional, "id": optional}
 
-with `messages` as core/messages.py describes them. The loss falls on what an assistant message sampled.
+with `messages` as core/messages.py describes them; the published sets' other shapes are in core/shapes.py. The loss
+falls on what an assistant message sampled.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
 from pathlib import Path
-from typing import Any, Callable
+from typing import Callable
 
 import numpy as np
 
+from oprd.core import shapes, sources
 from oprd.core.chat import Chat
 from oprd.core.messages import FieldError
 from oprd.core.tokenizer import Tokenizer
@@ -25,23 +26,23 @@ from oprd.core.types import Example, Row
 log = logging.getLogger(__name__)
 
 
-def read_sft(
-    path: str | Path, chat: Chat, max_tokens: int, strict: bool = True, skipped: Counter | None = None
-) -> list[Example]:
-    """Examples (branch `sft`, `nll` weight 1 on every trained token) of a JSONL file, in the file's order.
+def read_sft(path: str | Path, chat: Chat, max_tokens: int, strict: bool = True, skipped: Counter | None = None,
+             only_resolved: bool = False) -> list[Example]:
+    """Examples (branch `sft`, `nll` weight 1 on every trained token) of a file of rows or a folder of them, in order.
 
     A bad row is a ValueError that names file, line, id and field. With strict=False it is left out, counted by reason
     in `skipped` and reported once in the log. A row longer than max_tokens is bad: a conversation cut in the middle
-    would teach a turn without its end.
+    would teach a turn without its end. only_resolved leaves out (and counts) rows whose own mark says that the task was
+    not solved; a row without a mark is bad.
     """
-    return _read(path, lambda row, where: _example(row, chat, max_tokens, where), strict, skipped)
+    return _read(path, lambda row, where: _example(row, chat, max_tokens, where), strict, skipped, only_resolved)
 
 
 def read_text(path: str | Path, tokenizer: Tokenizer, max_tokens: int, strict: bool = True,
-              skipped: Counter | None = None) -> list[Example]:
-    """Examples of a JSONL file of {"text": ...} lines: every token but the first is trained; long texts are cut.
-    Bad rows: see read_sft."""
-    return _read(path, lambda row, where: _text_example(row, tokenizer, max_tokens, where), strict, skipped)
+              skipped: Counter | None = None, only_resolved: bool = False) -> list[Example]:
+    """Examples of rows {"text": ...}: every token but the first is trained; long texts are cut. The rest: read_sft."""
+    return _read(path, lambda row, where: _text_example(row, tokenizer, max_tokens, where), strict, skipped,
+                 only_resolved)
 
 
 class Order:
@@ -68,34 +69,30 @@ class Order:
         return int(self._permutation[offset])
 
 
-def _read(path: str | Path, made: Callable[[dict, str], Example], strict: bool,
-          skipped: Counter | None) -> list[Example]:
+def _read(path: str | Path, made: Callable[[dict, str], Example], strict: bool, skipped: Counter | None,
+          only_resolved: bool) -> list[Example]:
     """made: (row, its place) -> its example; raises FieldError."""
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; expected JSON lines")
     examples: list[Example] = []
-    reasons: Counter = Counter()
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            where = f"{path}:{number}"
-            row: Any = None
-            try:
-                row = _parse(line)
+    left_out: Counter = Counter()
+    for where, row in sources.rows(path):
+        try:
+            if isinstance(row, FieldError):
+                raise row
+            if only_resolved and not shapes.resolved(row):
+                left_out["unresolved"] += 1
+            else:
                 examples.append(made(row, where))
-            except FieldError as error:
-                if strict:
-                    raise ValueError(f"{_place(where, row)}: {error}") from None
-                reasons[error.reason] += 1
-    if reasons:
-        counts = ", ".join(f"{reason} {count}" for reason, count in sorted(reasons.items()))
-        log.warning("%s: left out %d of %d rows: %s", path, reasons.total(), reasons.total() + len(examples), counts)
+        except FieldError as error:
+            if strict:
+                raise ValueError(f"{_place(where, row)}: {error}") from None
+            left_out[error.reason] += 1
+    if left_out:
+        counts = ", ".join(f"{reason} {count}" for reason, count in sorted(left_out.items()))
+        log.warning("%s: left out %d of %d rows: %s", path, left_out.total(), left_out.total() + len(examples), counts)
     if skipped is not None:
-        skipped.update(reasons)
+        skipped.update(left_out)
     if not examples:
-        raise ValueError(f"{path}: no usable row ({reasons.total()} left out); at least one is needed")
+        raise ValueError(f"{path}: no usable row ({left_out.total()} left out); at least one is needed")
     return examples
 
 
@@ -109,31 +106,26 @@ def _text_example(row: dict, tokenizer: Tokenizer, max_tokens: int, where: str) 
     return Example(Row(ids, np.arange(1, len(ids))), {"nll": np.ones(len(ids) - 1)}, source=_place(where, row))
 
 
-def _parse(line: bytes) -> dict:
-    try:
-        row = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise FieldError("row", f"is not valid JSON ({error}); is the line cut off?", "json") from None
-    if not isinstance(row, dict):
-        raise FieldError("row", "must be a JSON object", "json")
-    return row
-
-
 def _example(row: dict, chat: Chat, max_tokens: int, where: str) -> Example:
-    if "messages" not in row:
-        raise FieldError("messages", f"is missing; the row has {', '.join(sorted(row)) or 'no field'}", "messages")
-    ids, trained = chat.render(row["messages"], row.get("tools"))
+    recorded = shapes.read_row(row)
+    try:
+        ids, trained = chat.render(recorded.messages, recorded.tools)
+    except FieldError as error:
+        if recorded.field == "messages":
+            raise
+        problem = str(error).removeprefix(f"{error.field}: ")
+        raise FieldError(error.field, f"{problem} ({recorded.field} read as {recorded.shape})", error.reason) from None
     targets = np.flatnonzero(np.array(trained, bool))
     if not len(targets):
-        raise FieldError("messages", "no token to train; a row needs an assistant message of weight 1", "no_target")
+        raise FieldError(recorded.field, "no token to train; a row needs an assistant message of weight 1", "no_target")
     if len(ids) > max_tokens:
         problem = f"{len(ids)} tokens must be at most max_tokens = {max_tokens}; raise it or leave the row out"
-        raise FieldError("messages", problem, "too_long")
+        raise FieldError(recorded.field, problem, "too_long")
     weights = {"nll": np.ones(len(targets))}
-    name = str(row.get("id", where))
-    return Example(Row(np.array(ids, np.int64), targets), weights, unit=name, source=_place(where, row))
+    unit = shapes.own_id(row) or where
+    return Example(Row(np.array(ids, np.int64), targets), weights, unit=unit, source=_place(where, row))
 
 
-def _place(where: str, row: Any) -> str:
-    named = isinstance(row, dict) and row.get("id") is not None
-    return f"{where} (id {row['id']})" if named else where
+def _place(where: str, row: dict | FieldError) -> str:
+    name = None if isinstance(row, FieldError) else shapes.shown_id(row)
+    return where if name is None else f"{where} (id {name})"

@@ -51,7 +51,11 @@ def test_tools_reach_the_ids(tmp_path):
 
 BAD = {  # reason -> (line, what the message says)
     "json": (b'{"messages": [{"role": "us', "row: is not valid JSON"),
-    "messages": ({"id": "r9", "conversation": []}, r"\(id r9\): messages: is missing; the row has conversation, id"),
+    "shape": (
+        {"id": "r9", "conversation": []},
+        r"\(id r9\): row: fits no known shape: it has conversation, id; the nearest is ShareGPT .*, with conversations",
+    ),
+    "messages": ({"id": "r9", "messages": []}, r"\(id r9\): messages: must be a non-empty list"),
     "role": ({"messages": [U, {"role": "robot"}]}, r"messages\[1\].role: must be one of .* got 'robot'"),
     "arguments": (
         {"messages": [U, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": [1]}]}], "id": 7},
@@ -90,7 +94,7 @@ def test_bad_rows_can_be_left_out_with_a_count_by_reason(tmp_path, caplog):
     examples = read_sft(file, CHAT, 99, strict=False, skipped=skipped)
     assert [e.unit for e in examples] == ["0", "1", "2"]  # the file's order
     assert skipped == Counter(BAD.keys()) + Counter(["json"])
-    assert "left out 9 of 12 rows" in caplog.text and "json 2" in caplog.text
+    assert "left out 10 of 13 rows" in caplog.text and "json 2" in caplog.text
 
 
 def test_a_row_of_exactly_max_tokens_is_kept(tmp_path):
