@@ -11,16 +11,27 @@ from oprd.rollout.sampling import Sampler, _nucleus
 torch.set_num_threads(1)
 
 
+def set_of(p, top_p):
+    """The tokens that a fine grid of uniform numbers draws from one row of probabilities, and how often."""
+    grid = (torch.arange(2000, dtype=torch.float64)[:, None] + 0.5) / 2000
+    drawn = _nucleus(p.log().expand(2000, -1), torch.full((2000, 1), top_p, dtype=torch.float64), grid)
+    return {i: round(n / 2000, 2) for i, n in enumerate(drawn.bincount().tolist()) if n}
+
+
 def test_top_p_keeps_the_smallest_set_that_reaches_it_and_draws_by_probability():
-    p = torch.tensor([[0.1, 0.5, 0.15, 0.25]], dtype=torch.float64)
-    kept = {q: _nucleus(p, torch.tensor([[q]], dtype=torch.float64)).tolist()[0] for q in (0.4, 0.5, 0.6, 0.8, 1.0)}
-    assert kept == {0.4: [0, 0.5, 0, 0], 0.5: [0, 0.5, 0, 0], 0.6: [0, 0.5, 0, 0.25], 0.8: [0, 0.5, 0.15, 0.25],
-                    1.0: [0.1, 0.5, 0.15, 0.25]}
-    flat = torch.full((2, 500), 1 / 500)  # the set is larger than the tokens looked at first
-    flat[0, 7], flat[1] = 1.0, flat[1] * torch.linspace(0.5, 1.5, 500)
-    sizes = (_nucleus(flat / flat.sum(-1, keepdim=True), torch.tensor([[0.4], [0.9]], dtype=torch.float64)) > 0).sum(-1)
-    # row 1: the density falls from 1.5 to 0.5, so 1.5 x - x^2 / 2 = 0.9 at x = 0.829, that is 415 of 500
-    assert sizes.tolist() == [1, pytest.approx(415, abs=1)]
+    p = torch.tensor([0.1, 0.5, 0.15, 0.25], dtype=torch.float64)
+    assert set_of(p, 0.4) == set_of(p, 0.5) == {1: 1.0}
+    assert set_of(p, 0.6) == {1: 0.67, 3: 0.33}
+    assert set_of(p, 0.8) == {1: 0.56, 2: 0.17, 3: 0.28}
+    assert set_of(p, 1.0) == {0: 0.1, 1: 0.5, 2: 0.15, 3: 0.25}
+    # the set is larger than the tokens looked at first: the density falls from 1.5 to 0.5, so 1.5 x - x^2 / 2 = 0.9 at
+    # x = 0.829, that is 415 of 500; beside it a row that one token fills
+    flat = torch.linspace(0.5, 1.5, 500, dtype=torch.float64)
+    assert len(set_of(flat / flat.sum(), 0.9)) == pytest.approx(415, abs=1)
+    rows = torch.stack([flat / flat.sum(), torch.eye(500, dtype=torch.float64)[7]]).log()
+    both = _nucleus(rows, torch.tensor([[0.9], [0.9]]).double(), torch.tensor([[0.3], [0.3]]).double())
+    assert both[1] == 7 and both[0] == _nucleus(rows[:1], torch.tensor([[0.9]]).double(), torch.tensor([[0.3]]).double())
+    p = p[None]
     n = 4000
     sampler = Sampler(n)
     for seed in range(n):
