@@ -69,16 +69,21 @@ def balance_loss(router_logits: Sequence[Tensor], cu_seqlens: Tensor, top_k: int
     """The load-balancing loss of every sequence by itself, [B]: E sum_e f_e p_e over the sequence's tokens in all layers
     (router_logits: L of [T, E]), f_e how many of its k choices a token gives to e on average, p_e its mean probability.
 
-    Even routing gives k. For one sequence it is transformers' load_balancing_loss_func (Switch, arXiv 2101.03961);
-    taken sequence by sequence it does not depend on what shares a batch. A sequence without tokens gives 0.
+    Even routing gives k. For one sequence it is transformers' load_balancing_loss_func (Switch, arXiv 2101.03961), with
+    the softmax in float32 at least; taken sequence by sequence it does not depend on what shares a batch.
+    A sequence without tokens gives 0.
     """
-    p = _probabilities(torch.stack(list(router_logits)))  # [L, T, E]
-    chosen = torch.zeros_like(p).scatter_(-1, p.topk(top_k, dim=-1).indices, 1.0)
-    lengths = cu_seqlens.diff().to(p.device)
-    owner = torch.arange(len(lengths), device=p.device).repeat_interleave(lengths)
-    f_mean, p_mean = (x.new_zeros(len(lengths), x.shape[-1]).index_add_(0, owner, x.mean(0))
-                      / lengths.clamp(min=1).unsqueeze(1) for x in (chosen, p))
-    return p.shape[-1] * (f_mean * p_mean).sum(-1)
+    experts, device = router_logits[0].shape[1], router_logits[0].device
+    lengths = cu_seqlens.diff().to(device)
+    owner = torch.arange(len(lengths), device=device).repeat_interleave(lengths)
+    f_sum = p_sum = 0.0
+    for logits in router_logits:  # a layer at a time: only its p [T, E] is kept for the backward pass
+        p = _probabilities(logits)
+        chosen = torch.zeros_like(p).scatter_(1, p.topk(top_k, dim=1).indices, 1.0)
+        f_layer, p_layer = (p.new_zeros(len(lengths), experts).index_add_(0, owner, rows) for rows in (chosen, p))
+        f_sum, p_sum = f_sum + f_layer, p_sum + p_layer
+    rows = (len(router_logits) * lengths).clamp(min=1).unsqueeze(1)
+    return experts * (f_sum / rows * (p_sum / rows)).sum(1)
 
 
 def balance_loss_definition(router_logits: Sequence[Tensor], cu_seqlens: Tensor, top_k: int) -> Tensor:

@@ -26,22 +26,30 @@ def run_experts_definition(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Ten
 
 
 def run_experts(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
-    """y [T, D] for x [T, D], gate_up [E, 2F, D] (gate rows first), down [E, D, F], chosen int64 and weight [T, k].
+    """y [T, D] in x's dtype for x [T, D], gate_up [E, 2F, D] (gate rows first), down [E, D, F], chosen int64 and weight
+    [T, k].
 
-    Routes are sorted by expert once; each expert is then two products on a slice. Kept for the backward pass, a route:
-    its input, gate and up values, their product, and its output (2 D + 4 F numbers). An expert without a token gets a
-    zero gradient.
+    Routes are sorted by expert once; each expert that has any is then two products on a slice, the weight multiplied in
+    between them, where a route is F wide. Kept for the backward pass, a route: its input, gate, up, silu(gate), and
+    their product before and after the weight (D + 5 F numbers). An expert without a token gets a zero gradient.
     """
     order = chosen.flatten().argsort(stable=True)
     token = order // chosen.shape[1]
     counts = chosen.flatten().bincount(minlength=len(gate_up)).tolist()
-    out = [F.linear(_swiglu(F.linear(part, wide)), narrow) for part, wide, narrow in
-           zip(x.index_select(0, token).split(counts), gate_up, down, strict=True)]
-    routed = torch.cat(out)
-    routed = routed * weight.flatten().index_select(0, order).unsqueeze(1).to(routed.dtype)
+    # idle experts cost no call; with no token at all one empty product still ties the weights to the gradient
+    busy = [e for e, count in enumerate(counts) if count] or [0]
+    sizes = [counts[e] for e in busy]
+    inputs = x.index_select(0, token).split(sizes)
+    scales = weight.flatten().index_select(0, order).unsqueeze(1).split(sizes)
+    # unbind's gradient is one stack, zeros for what was not used; gate_up[e] would make one [E, 2F, D] an expert
+    gate_up, down = gate_up.unbind(), down.unbind()
+    out = []
+    for e, rows, scale in zip(busy, inputs, scales, strict=True):
+        inner = _swiglu(F.linear(rows, gate_up[e]))
+        out.append(F.linear(inner * scale.to(inner.dtype), down[e]))
     # back in the order of the routes, token t's k routes are neighbours: a sum without atomics, the same every time
     place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    return routed.index_select(0, place).unflatten(0, chosen.shape).sum(1).to(x.dtype)
+    return torch.cat(out).index_select(0, place).unflatten(0, chosen.shape).sum(1).to(x.dtype)
 
 
 def _swiglu(gate_up: Tensor) -> Tensor:
