@@ -3,7 +3,8 @@
 from setuptools import setup
 
 ROOMS = ("core", "parallel", "kernels", "rollout", "sandbox")
-TEST = ["pytest>=8", "pytest-timeout", "transformers>=5.2", "jinja2", "docker>=7"]
+PARQUET = ["pyarrow>=15"]
+TEST = ["pytest>=8", "pytest-timeout", "transformers>=5.2", "jinja2", "docker>=7", *PARQUET]
 
 setup(
     name="oprd",
@@ -20,6 +21,7 @@ setup(
         "gpu": ["triton>=3.3", "flash-attn>=2.7"],
         "sglang": ["sglang>=0.5.20"],
         "docker": ["docker>=7"],
+        "parquet": PARQUET,
         "test": TEST,
     },
 )

@@ -13,6 +13,7 @@ import json
 import logging
 import sys
 import zlib
+from collections import Counter
 from pathlib import Path
 from typing import Callable
 
@@ -104,14 +105,17 @@ def sft(stage: str) -> Callable:
         start, chat = starting_point(config, stage)
         path = data_file(config, stage)
         d, t = config.data, config.train
-        rows = (read_text(path, chat.tokenizer, d.max_tokens, d.strict) if stage == "pretrain" else
-                read_sft(path, chat, d.max_tokens, d.strict))
+        left_out: Counter = Counter()
+        rows = (read_text(path, chat.tokenizer, d.max_tokens, d.strict, left_out, d.only_resolved)
+                if stage == "pretrain" else
+                read_sft(path, chat, d.max_tokens, d.strict, left_out, d.only_resolved))
         order = Order(len(rows), config.run.seed)
         check_fits(config, rows)
         plan = Plan(total_steps(config, len(rows)), t, bf16=config.run.precision == "bf16")
         trainer = Trainer(plan, stage_folder(config, stage), start, resume)
         write_settings(config, stage_folder(config, stage), stage, resume)
-        trainer.run(lambda step: ([rows[order[step * t.batch + i]] for i in range(t.batch)], {}))
+        counts = {f"data/left_out_{reason}": Last(n) for reason, n in left_out.items()}
+        trainer.run(lambda step: ([rows[order[step * t.batch + i]] for i in range(t.batch)], counts))
     return run
 
 

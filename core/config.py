@@ -63,9 +63,11 @@ class MicroSWE(Section):
 
 
 class Data(Section):
-    rows: str = Field("", description="rows (JSONL) of pretrain (text), coding-sft, if-sft (messages); empty: MicroSWE's")
+    rows: str = Field("", description="rows (JSONL, Parquet, or a folder of them) of pretrain (text), coding-sft, if-sft "
+                                      "(conversations); empty: MicroSWE's")
     tasks: str = Field("", description="task rows (JSONL) for oprd and eval; empty: MicroSWE's under run.folder")
     strict: bool = Field(True, description="a bad training row stops the run (true) or is skipped and counted (false)")
+    only_resolved: bool = Field(False, description="leave out rows whose mark (resolved, target, reward) says unsolved")
     max_tokens: int = Field(1024, ge=8, description="longest training row; longer texts (pretrain) are cut there")
 
 

@@ -8,7 +8,7 @@ from typing import Sequence
 
 import torch
 
-from oprd.core import hf
+from oprd.core import hf, sources
 from oprd.core.chat import Chat
 from oprd.core.config import Config
 from oprd.core.model import Model, ModelConfig
@@ -42,14 +42,15 @@ def starting_point(config: Config, stage: str) -> tuple[Path, Chat]:
 
 
 def data_path(config: Config, stage: str) -> Path:
-    """The file a stage reads: the one named in the settings, or MicroSWE's."""
+    """The file (of rows: or folder) a stage reads: the one named in the settings, or MicroSWE's."""
     named = config.data.tasks if stage in ("oprd", "eval") else config.data.rows
     return Path(named) if named else Path(config.run.folder) / "data" / DATA[stage]
 
 
 def data_file(config: Config, stage: str) -> Path:
     """`data_path`, which must exist."""
-    if not (path := data_path(config, stage)).is_file():
+    path = data_path(config, stage)
+    if not (path.is_file() if stage in ("oprd", "eval") else path.exists()):
         raise FileNotFoundError(f"{path} does not exist; --stage microswe makes MicroSWE's files, or name your own")
     return path
 
@@ -117,15 +118,16 @@ def describe(stage: str, config: Config) -> str:
         return f"stage {stage}: no training steps of its own"
     path, data = start_folder(config, stage), data_path(config, stage)
     lines = [f"stage           {stage}, starts from {path}"]
-    items = sum(1 for line in data.open("rb") if line.strip()) if data.is_file() else 0
+    items = sources.count(data) if data.exists() else 0
     if stage == "oprd":
         items *= config.oprd.attempts_per_task
     if not items and not config.train.steps:
         lines.append(f"steps           unknown: {data} does not exist yet and train.steps is 0")
     else:
         steps = total_steps(config, items)
+        fewer = stage != "oprd" and not config.train.steps and (config.data.only_resolved or not config.data.strict)
         longest = config.rollout.max_context_tokens if stage == "oprd" else config.data.max_tokens
-        lines += [f"steps           {steps} of {config.train.batch} examples ({items} in {data})",
+        lines += [f"steps           {'at most ' if fewer else ''}{steps} of {config.train.batch} examples ({items} in {data})",
                   f"tokens          at most {steps * config.train.batch * longest:,}"]
         if stage == "oprd":
             lines.append(f"refresh steps   {sorted(refresh_steps(config, steps)) or config.oprd.refresh}")

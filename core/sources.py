@@ -84,16 +84,18 @@ def _json_lines(file: Path) -> Iterator[tuple[str, dict | FieldError]]:
 # --- Parquet ------------------------------------------------------------------------------------------------------
 
 def _parquet(file: Path) -> Iterator[tuple[str, dict]]:
-    from pyarrow import ArrowException
-
     opened, number = _open_parquet(file), 0
+    from pyarrow import ArrowException, types
+
+    # Rows need no dates, and a datetime cannot hold the nanoseconds that some files have.
+    columns = [f.name for f in opened.schema_arrow if not types.is_temporal(f.type)]
     try:
         for group in range(opened.num_row_groups):
-            for batch in opened.iter_batches(_BATCH, row_groups=[group]):
+            for batch in opened.iter_batches(_BATCH, row_groups=[group], columns=columns):
                 for row in batch.to_pylist():
                     number += 1
                     yield f"{file}:{number}, row group {group + 1}", _plain_members(row, batch.schema)
-    except (ArrowException, OSError) as error:
+    except (ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{file}: cannot be read after row {number} ({_one_line(error)}); is the file damaged?") from None
     finally:
         opened.close()
