@@ -127,7 +127,8 @@ def describe(stage: str, config: Config) -> str:
         steps = total_steps(config, items)
         fewer = stage != "oprd" and not config.train.steps and (config.data.only_resolved or not config.data.strict)
         longest = config.rollout.max_context_tokens if stage == "oprd" else config.data.max_tokens
-        lines += [f"steps           {'at most ' if fewer else ''}{steps} of {config.train.batch} examples ({items} in {data})",
+        lines += [f"steps           {'at most ' if fewer else ''}{steps} of {config.train.batch} examples "
+                  f"({items} in {data})",
                   f"tokens          at most {steps * config.train.batch * longest:,}"]
         if stage == "oprd":
             lines.append(f"refresh steps   {sorted(refresh_steps(config, steps)) or config.oprd.refresh}")

@@ -74,7 +74,7 @@ def shown_id(row: dict) -> str | None:
 
 
 def resolved(row: dict) -> bool:
-    """Whether the row's own mark (`resolved`, `target` or `reward`) says that the task was solved. Raises FieldError."""
+    """Whether the row's own mark (`resolved`, `target` or `reward`) says the task was solved. Raises FieldError."""
     for name in ("resolved", "target", "reward"):
         value = row.get(name)
         if value is None:

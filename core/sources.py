@@ -96,7 +96,8 @@ def _parquet(file: Path) -> Iterator[tuple[str, dict]]:
                     number += 1
                     yield f"{file}:{number}, row group {group + 1}", _plain_members(row, batch.schema)
     except (ArrowException, OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file}: cannot be read after row {number} ({_one_line(error)}); is the file damaged?") from None
+        problem = f"cannot be read after row {number} ({_one_line(error)}); is the file damaged?"
+        raise ValueError(f"{file}: {problem}") from None
     finally:
         opened.close()
 
@@ -110,7 +111,8 @@ def _open_parquet(file: Path):
     try:
         return ParquetFile(file, buffer_size=_BUFFER)
     except (ArrowException, OSError) as error:
-        raise ValueError(f"{file}: is no Parquet file ({_one_line(error)}); is it cut off, or a pointer of git LFS?") from None
+        problem = f"is no Parquet file ({_one_line(error)}); is it cut off, or a pointer of git LFS?"
+        raise ValueError(f"{file}: {problem}") from None
 
 
 def _plain(value: Any, kind: Any) -> Any:

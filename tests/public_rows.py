@@ -1,4 +1,4 @@
-"""One small row, written by hand, in the shape of each public trajectory set, and the same conversation in our own form."""
+"""One small row, written by hand, in the shape of each public trajectory set, and the same row in our own form."""
 
 import json
 
@@ -18,6 +18,7 @@ def done(role="assistant", **fields):
 
 LOOK = {"role": "assistant", "content": "look", "tool_calls": [{"name": "bash", "arguments": {"command": "ls"}}]}
 SAW = {"role": "tool", "content": "a.py"}
+SAW_AS_USER = {"role": "user", "content": "OBSERVATION:\na.py"}
 TICKS = "I look.\n\n```bash\nls\n```"
 TAGS = "I look.\n<function=bash>\n<parameter=command>ls</parameter>\n</function>"
 
@@ -34,12 +35,14 @@ ROWS = {  # set -> (its row, our row, the text the model learns to say, turn by 
             done(tool_calls=None, name=None, tool_call_id=None)]},
         {"messages": [S, U, LOOK, SAW, done()], "tools": [BASH]}, ["look", "done"]),
     "nvidia/SWE-Zero-openhands-trajectories": (
-        {"instance_id": "o__r-1", "repo": "o/r", "license": "MIT", "trajectory_id": "t1", "model_patch": "", "dataset": "d",
-         "trajectory": [S, U, {"role": "assistant", "content": None, "tool_calls": [call("finish", message="ok")]}]},
+        {"instance_id": "o__r-1", "repo": "o/r", "license": "MIT", "trajectory_id": "t1", "model_patch": "",
+         "dataset": "d", "trajectory": [
+            S, U, {"role": "assistant", "content": None, "tool_calls": [call("finish", message="ok")]}]},
         {"messages": [S, U, {"role": "assistant", "content": "", "tool_calls": [
             {"name": "finish", "arguments": {"message": "ok"}}]}]}, ["finish"]),
     "SWE-bench/SWE-smith-trajectories, tool": (
-        {"instance_id": "o__r.1", "resolved": True, "model": "m", "traj_id": "o__r.1.abc", "patch": "diff", "messages": json.dumps([
+        {"instance_id": "o__r.1", "resolved": True, "model": "m", "traj_id": "o__r.1.abc", "patch": "diff",
+         "messages": json.dumps([
             {**S, "agent": "main", "message_type": "system_prompt"},
             {"role": "user", "content": [{"type": "text", "text": "fix f"}], "agent": "main"},
             {"role": "assistant", "content": "look", "thought": "look", "action": "ls", "agent": "main",
@@ -50,8 +53,8 @@ ROWS = {  # set -> (its row, our row, the text the model learns to say, turn by 
         {"messages": [S, U, LOOK, SAW, done()]}, ["look", "done"]),
     "SWE-bench/SWE-smith-trajectories, xml": (
         {"instance_id": "o__r.1", "resolved": False, "model": "m", "traj_id": "o__r.1.abc", "patch": "diff",
-         "messages": [S, U, {"role": "assistant", "content": TAGS}, {"role": "user", "content": "OBSERVATION:\na.py"}, done()]},
-        {"messages": [S, U, {"role": "assistant", "content": TAGS}, {"role": "user", "content": "OBSERVATION:\na.py"}, done()]},
+         "messages": [S, U, {"role": "assistant", "content": TAGS}, SAW_AS_USER, done()]},
+        {"messages": [S, U, {"role": "assistant", "content": TAGS}, SAW_AS_USER, done()]},
         [TAGS, "done"]),
     "SWE-bench/SWE-smith-trajectories, ticks": (
         {"instance_id": "o__r.1", "resolved": True, "model": "m", "traj_id": "o__r.1.abc", "patch": "diff",
@@ -66,17 +69,20 @@ ROWS = {  # set -> (its row, our row, the text the model learns to say, turn by 
         {"messages": [S, U, {"role": "assistant", "content": TAGS}], "docker_image": "i"},
         {"messages": [S, U, {"role": "assistant", "content": TAGS}]}, [TAGS]),
     "R2E-Gym Trajectory objects": (
-        {"problem_statement": "fix f", "docker_image": "i", "exit_reason": "agent", "output_patch": "diff", "reward": 1.0,
-         "trajectory_steps": [
-            {"step_idx": 0, "thought": "I look.", "action": "<function=bash>\n</function>", "observation": "a.py", "done": False},
-            {"step_idx": 1, "thought": "", "action": "<function=finish>\n</function>", "observation": "", "done": True}]},
+        {"problem_statement": "fix f", "docker_image": "i", "exit_reason": "agent", "output_patch": "diff",
+         "reward": 1.0, "trajectory_steps": [
+            {"step_idx": 0, "thought": "I look.", "action": "<function=bash>\n</function>", "observation": "a.py",
+             "done": False},
+            {"step_idx": 1, "thought": "", "action": "<function=finish>\n</function>", "observation": "",
+             "done": True}]},
         {"messages": [U, {"role": "assistant", "content": "I look.\n\n<function=bash>\n</function>"},
                       {"role": "user", "content": "a.py"},
-                      {"role": "assistant", "content": "<function=finish>\n</function>"}, {"role": "user", "content": ""}]},
+                      {"role": "assistant", "content": "<function=finish>\n</function>"},
+                      {"role": "user", "content": ""}]},
         ["I look.\n\n<function=bash>\n</function>", "<function=finish>\n</function>"]),
     "nebius/SWE-agent-trajectories": (
-        {"instance_id": "o__r-1", "model_name": "m", "target": True, "exit_status": "submitted", "generated_patch": "diff",
-         "eval_logs": "ok", "trajectory": [
+        {"instance_id": "o__r-1", "model_name": "m", "target": True, "exit_status": "submitted",
+         "generated_patch": "diff", "eval_logs": "ok", "trajectory": [
             {"role": "system", "text": None, "system_prompt": "be brief", "mask": False, "cutoff_date": "01.01.2023"},
             {"role": "user", "text": "fix f", "system_prompt": None, "mask": False, "cutoff_date": None},
             {"role": "ai", "text": "a demonstration", "system_prompt": None, "mask": False, "cutoff_date": None},
@@ -85,7 +91,8 @@ ROWS = {  # set -> (its row, our row, the text the model learns to say, turn by 
         {"messages": [S, U, {"role": "assistant", "content": "a demonstration", "weight": 0},
                       {"role": "user", "content": "a.py"}, {"role": "assistant", "content": TICKS}]}, [TICKS]),
     "mini-swe-agent file": (
-        {"info": {"exit_status": "Submitted", "submission": "diff"}, "trajectory_format": "mini-swe-agent-1.1", "messages": [
+        {"info": {"exit_status": "Submitted", "submission": "diff"}, "trajectory_format": "mini-swe-agent-1.1",
+         "messages": [
             {**S, "extra": {"cost": 0.0}}, U,
             {"role": "assistant", "content": "look", "tool_calls": [call("bash", command="ls")], "function_call": None,
              "extra": {"cost": 0.1}},
@@ -96,13 +103,13 @@ ROWS = {  # set -> (its row, our row, the text the model learns to say, turn by 
         {"instance_id": "o__r-1", "messages": [S, U, {"role": "assistant", "content": TICKS}]},
         {"messages": [S, U, {"role": "assistant", "content": TICKS}]}, [TICKS]),
     "togethercomputer/CoderForge-Preview": (
-        {"trajectory_id": "t1", "finish_reason": "stop", "image": "i", "reward": 1.0, "license": "MIT", "tools": json.dumps([BASH]),
-         "messages": json.dumps([S, U, {"role": "assistant", "content": "look", "tool_calls": [call("bash", command="ls")]},
-                                 SAW, done()])},
+        {"trajectory_id": "t1", "finish_reason": "stop", "image": "i", "reward": 1.0, "license": "MIT",
+         "tools": json.dumps([BASH]), "messages": json.dumps([
+            S, U, {"role": "assistant", "content": "look", "tool_calls": [call("bash", command="ls")]}, SAW, done()])},
         {"messages": [S, U, LOOK, SAW, done()], "tools": [BASH]}, ["look", "done"]),
     "nvidia/Nemotron-SWE-v1": (
-        {"uuid": "u1", "license": "MIT", "used_in": ["x"], "dataset": "R2E-Gym/R2E-Gym-Subset", "repo": "o/r", "tools": [BASH],
-         "messages": [S, U, {"role": "assistant", "content": "look", "reasoning_content": "hm",
+        {"uuid": "u1", "license": "MIT", "used_in": ["x"], "dataset": "R2E-Gym/R2E-Gym-Subset", "repo": "o/r",
+         "tools": [BASH], "messages": [S, U, {"role": "assistant", "content": "look", "reasoning_content": "hm",
                              "tool_calls": [call("bash", command="ls")]}, SAW, done()]},
         {"messages": [S, U, {**LOOK, "reasoning_content": "hm"}, SAW, done()], "tools": [BASH]},
         ["<think>\nhm\n</think>\n\nlook", "done"]),

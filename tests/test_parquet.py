@@ -51,15 +51,17 @@ def test_every_public_shape_gives_the_same_ids_and_targets_from_parquet_and_from
 
 
 def test_a_call_has_exactly_the_arguments_of_its_source_though_the_column_holds_those_of_all_tools(tmp_path):
+    edits = [{"old": "x", "new": "y"}, {"old": "z"}]
     rows = [
         {"messages": [U, calling({"name": "bash", "arguments": {"command": "ls"}}), {"role": "tool", "content": "a"},
-                      calling({"name": "edit", "arguments": {"path": "a.py", "edits": [{"old": "x", "new": "y"}, {"old": "z"}]}},
+                      calling({"name": "edit", "arguments": {"path": "a.py", "edits": edits}},
                               {"name": "wait", "arguments": {"seconds": 0, "quiet": False, "note": ""}})]},
         {"messages": [U, done(reasoning_content="hm")]},
     ]
     file = parquet(tmp_path / "rows.parquet", rows)
     stored = pq.read_table(file).to_pylist()[0]["messages"][1]["tool_calls"][0]["arguments"]
-    assert stored == {"command": "ls", "path": None, "edits": None, "seconds": None, "quiet": None, "note": None}  # invented
+    invented = dict.fromkeys(("path", "edits", "seconds", "quiet", "note"))
+    assert stored == {"command": "ls", **invented}
     columnar, plain = read(file), read(lines(tmp_path / "rows.jsonl", rows))
     assert all(map(same, columnar, plain))
     text = CHAT.tokenizer.decode(columnar[0].row.ids)
@@ -69,8 +71,8 @@ def test_a_call_has_exactly_the_arguments_of_its_source_though_the_column_holds_
 def test_schemas_and_calls_without_arguments_survive_the_column(tmp_path):
     tool = {"type": "function", "function": {"name": "edit", "parameters": {"type": "object", "properties": {
         "path": {"type": "string", "enum": ["a", "b"]}}, "required": ["path"]}}}
-    rows = [{"messages": [U, calling({"name": "submit", "arguments": {}}, {"name": "bash", "arguments": {"command": "ls"}})],
-             "tools": [BASH, tool]}]
+    both = calling({"name": "submit", "arguments": {}}, {"name": "bash", "arguments": {"command": "ls"}})
+    rows = [{"messages": [U, both], "tools": [BASH, tool]}]
     [columnar], [plain] = read(parquet(tmp_path / "rows.parquet", rows)), read(lines(tmp_path / "rows.jsonl", rows))
     assert same(columnar, plain)
 
@@ -81,11 +83,14 @@ def test_nulls_that_cannot_be_invented_are_kept(tmp_path):
     [columnar], [plain] = read(parquet(tmp_path / "a.parquet", as_text)), read(lines(tmp_path / "a.jsonl", as_text))
     assert same(columnar, plain) and "<parameter=a>\nNone\n" in CHAT.tokenizer.decode(columnar.row.ids)
 
-    kind = pa.schema([("l", pa.large_list(pa.int64())), ("m", pa.map_(pa.string(), pa.struct([("x", pa.int64()), ("y", pa.int64())]))),
-                      ("n", pa.map_(pa.string(), pa.int64())), ("s", pa.struct([("x", pa.int64()), ("z", pa.struct([("w", pa.int64())]))]))])
+    number, text = pa.int64(), pa.string()
+    kind = pa.schema([("l", pa.large_list(number)), ("m", pa.map_(text, pa.struct([("x", number), ("y", number)]))),
+                      ("n", pa.map_(text, number)),
+                      ("s", pa.struct([("x", number), ("z", pa.struct([("w", number)]))]))])
     row = {"l": [1, None], "m": [("k", {"x": None, "y": 2})], "n": [("k", None)], "s": {"x": None, "z": {"w": None}}}
     file = parquet(tmp_path / "b.parquet", pa.Table.from_pylist([row, {}], schema=kind))
-    assert [got for _, got in sources.rows(file)] == [{"l": [1, None], "m": {"k": {"y": 2}}, "n": {"k": None}, "s": {"z": {}}}, {}]
+    want = {"l": [1, None], "m": {"k": {"y": 2}}, "n": {"k": None}, "s": {"z": {}}}
+    assert [got for _, got in sources.rows(file)] == [want, {}]
 
 
 def test_rows_keep_their_order_and_their_numbers_over_row_groups_and_batches(tmp_path):
@@ -93,7 +98,8 @@ def test_rows_keep_their_order_and_their_numbers_over_row_groups_and_batches(tmp
     file = parquet(tmp_path / "rows.parquet", rows, row_group_size=sources._BATCH + 3)
     got = list(sources.rows(file))
     assert [row for _, row in got] == rows and sources.count(file) == len(rows)
-    assert got[0][0] == f"{file}:1, row group 1" and got[sources._BATCH + 3][0] == f"{file}:{sources._BATCH + 4}, row group 2"
+    n = sources._BATCH + 3
+    assert [got[i][0] for i in (0, n)] == [f"{file}:1, row group 1", f"{file}:{n + 1}, row group 2"]
     texts = [CHAT.tokenizer.decode(e.row.ids) for e in read_text(file, CHAT.tokenizer, LIMIT)]
     assert texts == [row["text"] for row in rows]
 
@@ -109,8 +115,8 @@ def test_a_bad_row_is_named_by_file_row_group_and_id_or_counted(tmp_path):
 
 def test_a_file_with_a_wrong_column_says_what_it_has_and_what_is_nearest(tmp_path):
     file = parquet(tmp_path / "rows.parquet", [{"id": "r1", "conversation": [U, done()]}])
-    with pytest.raises(ValueError, match=r"rows.parquet:1, row group 1 \(id r1\): row: fits no known shape: it has conversation, "
-                                         r"id; the nearest is ShareGPT or chat in conversations, with conversations"):
+    with pytest.raises(ValueError, match=r"rows.parquet:1, row group 1 \(id r1\): row: fits no known shape: it has "
+                                         r"conversation, id; the nearest is ShareGPT or chat in conversations, with"):
         read(file)
     with pytest.raises(ValueError, match=r"no usable row \(1 left out\)"):
         read(file, strict=False)
@@ -128,7 +134,8 @@ def test_a_file_without_rows_is_an_error(tmp_path):
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_damaged_file_is_an_error_in_one_line_whatever_is_skipped(tmp_path, strict):
-    file = parquet(tmp_path / "rows.parquet", [{"id": i, "messages": [U, done(content=f"{i} " * 99)]} for i in range(99)])
+    rows = [{"id": i, "messages": [U, done(content=f"{i} " * 99)]} for i in range(99)]
+    file = parquet(tmp_path / "rows.parquet", rows)
     whole = file.read_bytes()
     for damaged in (b"", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", whole[:-20], whole[:200]):
         file.write_bytes(damaged)
@@ -142,7 +149,8 @@ def test_a_damaged_file_is_an_error_in_one_line_whatever_is_skipped(tmp_path, st
 
 def test_columns_that_python_cannot_hold_do_not_matter(tmp_path):
     table = pa.table({"created_at": pa.array([1], pa.timestamp("ns")), "id": ["a"], "text": ["return x"]})
-    assert [row for _, row in sources.rows(parquet(tmp_path / "rows.parquet", table))] == [{"id": "a", "text": "return x"}]
+    file = parquet(tmp_path / "rows.parquet", table)
+    assert [row for _, row in sources.rows(file)] == [{"id": "a", "text": "return x"}]
     broken = pa.Array.from_buffers(pa.string(), 1, pa.array([b"\xff\xfe"], pa.binary()).buffers())
     file = parquet(tmp_path / "bytes.parquet", pa.table({"text": broken}))
     with pytest.raises(ValueError, match="bytes.parquet: cannot be read after row 0 .*utf-8"):

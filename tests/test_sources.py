@@ -49,7 +49,8 @@ def test_every_public_shape_gives_the_ids_and_targets_of_the_same_conversation_i
     assert len(texts) == len(said)
     for text, start in zip(texts, said):
         if start == "finish":  # a call and nothing else
-            assert text == "<tool_call>\n<function=finish>\n<parameter=message>\nok\n</parameter>\n</function>\n</tool_call>"
+            assert text == ("<tool_call>\n<function=finish>\n<parameter=message>\nok\n</parameter>\n</function>\n"
+                            "</tool_call>")
         else:
             assert text == start or text.startswith(start) and text[len(start):].lstrip("\n").startswith("<tool_call>")
 
@@ -77,9 +78,9 @@ def test_messages_and_schemas_may_each_be_json_text(tmp_path):
 
 
 def test_an_old_style_function_call_is_a_tool_call(tmp_path):
-    old = [U, {"role": "assistant", "content": None, "function_call": {"name": "bash", "arguments": '{"command": "ls"}'}},
-           {"role": "function", "name": "bash", "content": "a.py"}, done()]
-    new = [U, {"role": "assistant", "tool_calls": [call("bash", command="ls")]}, {"role": "tool", "content": "a.py"}, done()]
+    told = {"name": "bash", "arguments": '{"command": "ls"}'}
+    old = [U, {"role": "assistant", "content": None, "function_call": told}, done("function", name="bash"), done()]
+    new = [U, {"role": "assistant", "tool_calls": [call("bash", command="ls")]}, done("tool"), done()]
     a, b = read(tmp_path, {"messages": old}, {"messages": new})
     assert a.row.ids.tolist() == b.row.ids.tolist()
 
@@ -95,7 +96,8 @@ def test_a_content_that_is_a_json_list_is_blocks_in_swe_smith_and_text_everywher
 
 
 def test_nulls_and_keys_of_json_arguments_stay_as_the_row_has_them(tmp_path):
-    [example] = read(tmp_path, {"messages": [U, {"role": "assistant", "tool_calls": [call("edit", path=None, new="")]}]})
+    edit = {"role": "assistant", "tool_calls": [call("edit", path=None, new="")]}
+    [example] = read(tmp_path, {"messages": [U, edit]})
     assert "<parameter=path>\nNone\n</parameter>\n<parameter=new>\n\n</parameter>" in taught(example)[0]
 
 
@@ -107,17 +109,20 @@ def test_the_unit_of_an_example_is_an_id_that_no_other_attempt_at_its_task_has(t
 
 
 BAD = {  # what is wrong -> (row, what the message says after the place, reason)
-    "near": ({"trajectories": []}, "row: fits no known shape: it has id, trajectories; the nearest is SWE-agent or OpenHands, "
-             "with trajectory$", "shape"),
-    "null": ({"messages": None}, "row: fits no known shape: it has id, messages; the nearest is .*chat, with messages", "shape"),
-    "a step of another kind": ({"trajectory": [{"kind": "x"}]}, r"trajectory\[0\]: fits no known shape: it has kind", "shape"),
+    "near": ({"trajectories": []}, "row: fits no known shape: it has id, trajectories; the nearest is SWE-agent or "
+             "OpenHands, with trajectory$", "shape"),
+    "null": ({"messages": None}, "row: fits no known shape: it has id, messages; the nearest is .*chat, with messages",
+             "shape"),
+    "a step of another kind": ({"trajectory": [{"kind": "x"}]}, r"trajectory\[0\]: fits no known shape: it has kind",
+                               "shape"),
     "cut text": ({"messages": '[{"role": "us'}, "messages: is text but not valid JSON", "messages"),
     "not a list": ({"conversations": {"from": "gpt"}}, "conversations: must be a non-empty list, got dict", "messages"),
     "not an object": ({"trajectory": [U, 7]}, r"trajectory\[1\]: must be an object, got int", "messages"),
     "unknown role": ({"trajectory": [U, done("robot")]}, r"messages\[1\].role: must be one of .*got 'robot' "
                      r"\(trajectory read as OpenHands\)", "role"),
     "a role that is no text": ({"messages": [U, done(["gpt"])]}, r"messages\[1\].role: must be one of", "role"),
-    "exit in the middle": ({"trajectory_format": "m", "messages": [U, done("exit"), done()]}, r"messages\[1\].role", "role"),
+    "exit in the middle": ({"trajectory_format": "m", "messages": [U, done("exit"), done()]}, r"messages\[1\].role",
+                           "role"),
     "bad call": ({"conversations": [{"from": "human", "value": "q"}, {"from": "function_call", "value": "{"}]},
                  r"conversations\[1\].value: is text but not valid JSON", "messages"),
     "two calls": ({"messages": [U, done(function_call={"name": "f"}, tool_calls=[call("f")])]},
@@ -127,7 +132,8 @@ BAD = {  # what is wrong -> (row, what the message says after the place, reason)
     "bad step": ({"problem_statement": "q", "trajectory_steps": [{"action": {"f": 1}}]},
                  r"trajectory_steps\[0\].action: must be text, got dict", "content"),
     "nothing to learn": ({"trajectory": [{"role": "user", "text": "q", "mask": False},
-                                         {"role": "ai", "text": "a", "mask": False}]}, "trajectory: no token to train", "no_target"),
+                                         {"role": "ai", "text": "a", "mask": False}]}, "trajectory: no token to train",
+                         "no_target"),
 }
 
 
@@ -150,8 +156,8 @@ def test_an_empty_row_is_named_too(tmp_path):
 # --- only what was solved
 
 def test_only_resolved_keeps_the_rows_whose_own_mark_says_so(tmp_path, caplog):
-    marks = [{"resolved": 1}, {"resolved": False}, {"target": True}, {"target": False}, {"reward": 1.0}, {"reward": 0.5},
-             {"resolved": None, "reward": 1}]
+    marks = [{"resolved": 1}, {"resolved": False}, {"target": True}, {"target": False}, {"reward": 1.0},
+             {"reward": 0.5}, {"resolved": None, "reward": 1}]
     rows = [{"messages": [U, done()], "id": i, **mark} for i, mark in enumerate(marks)]
     skipped = Counter()
     kept = read(tmp_path, *rows, only_resolved=True, skipped=skipped)
@@ -160,14 +166,17 @@ def test_only_resolved_keeps_the_rows_whose_own_mark_says_so(tmp_path, caplog):
     assert len(read(tmp_path, *rows)) == 7
 
 
-@pytest.mark.parametrize("mark,message", [({}, "resolved: is missing, and so are target and reward"),
-                                          ({"resolved": "yes"}, "resolved: must be true, false or a number, got 'yes'")])
+@pytest.mark.parametrize("mark,message", [
+    ({}, "resolved: is missing, and so are target and reward"),
+    ({"resolved": "yes"}, "resolved: must be true, false or a number, got 'yes'"),
+])
 def test_only_resolved_asks_every_row_for_a_mark(tmp_path, mark, message):
     rows = {"messages": [U, done()], "resolved": True}, {"messages": [U, done()], **mark}
     with pytest.raises(ValueError, match=f"rows.jsonl:2: {message}"):
         read(tmp_path, *rows, only_resolved=True)
     skipped = Counter()
-    assert len(read(tmp_path, *rows, only_resolved=True, strict=False, skipped=skipped)) == 1 and skipped == {"resolved": 1}
+    assert len(read(tmp_path, *rows, only_resolved=True, strict=False, skipped=skipped)) == 1
+    assert skipped == {"resolved": 1}
 
 
 # --- files and folders
@@ -197,7 +206,8 @@ def test_a_last_line_that_was_cut_off_is_named_or_counted(tmp_path):
     with pytest.raises(ValueError, match=r"rows.jsonl:3: row: is not valid JSON .*is the line cut off\?"):
         read(tmp_path, *rows)
     skipped = Counter()
-    assert [e.unit for e in read(tmp_path, *rows, strict=False, skipped=skipped)] == ["first"] and skipped == {"json": 1}
+    assert [e.unit for e in read(tmp_path, *rows, strict=False, skipped=skipped)] == ["first"]
+    assert skipped == {"json": 1}
 
 
 @pytest.mark.parametrize("strict", [True, False])
