@@ -80,10 +80,10 @@ def resolved(row: dict) -> bool:
         if value is None:
             continue
         if not isinstance(value, (bool, int, float)):
-            raise FieldError(name, f"must be true, false or a number, got {value!r}", "resolved")
+            raise FieldError(name, f"must be true, false or a number, got {value!r}", "no_mark")
         return value == 1
     raise FieldError("resolved", "is missing, and so are target and reward; data.only_resolved needs one of them",
-                     "resolved")
+                     "no_mark")
 
 
 # --- one function a shape -------------------------------------------------------------------------------------------
@@ -167,7 +167,8 @@ def _conversation(value: Any, field: str) -> list[dict]:
     """A non-empty list of objects; itself and each of them may be JSON text."""
     value = _decoded(value, field)
     if not isinstance(value, list) or not value:
-        raise FieldError(field, f"must be a non-empty list, got {type(value).__name__}", "messages")
+        got = "an empty one" if value == [] else type(value).__name__
+        raise FieldError(field, f"must be a non-empty list, got {got}", "messages")
     items = [_decoded(item, f"{field}[{at}]") for at, item in enumerate(value)]
     for at, item in enumerate(items):
         if not isinstance(item, dict):

@@ -55,7 +55,7 @@ BAD = {  # reason -> (line, what the message says)
         {"id": "r9", "conversation": []},
         r"\(id r9\): row: fits no known shape: it has conversation, id; the nearest is ShareGPT .*, with conversations",
     ),
-    "messages": ({"id": "r9", "messages": []}, r"\(id r9\): messages: must be a non-empty list"),
+    "messages": ({"id": "r9", "messages": []}, r"\(id r9\): messages: must be a non-empty list, got an empty one"),
     "role": ({"messages": [U, {"role": "robot"}]}, r"messages\[1\].role: must be one of .* got 'robot'"),
     "arguments": (
         {"messages": [U, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": [1]}]}], "id": 7},

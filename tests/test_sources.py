@@ -8,10 +8,13 @@ from collections import Counter
 import numpy as np
 import pytest
 
+import train
 from public_rows import BASH, ROWS, TICKS, U, call, done
-from oprd.core import sources
+from oprd.core import hf, sources
 from oprd.core.chat import Chat
+from oprd.core.config import Config
 from oprd.core.data import read_sft, read_text
+from oprd.core.plan import data_file, describe, random_model
 from oprd.core.shapes import read_row
 from oprd.core.tokenizer import train_bpe
 
@@ -176,7 +179,7 @@ def test_only_resolved_asks_every_row_for_a_mark(tmp_path, mark, message):
         read(tmp_path, *rows, only_resolved=True)
     skipped = Counter()
     assert len(read(tmp_path, *rows, only_resolved=True, strict=False, skipped=skipped)) == 1
-    assert skipped == {"resolved": 1}
+    assert skipped == {"no_mark": 1}
 
 
 # --- files and folders
@@ -244,3 +247,37 @@ def test_plain_texts_come_from_folders_too(tmp_path):
     write(tmp_path / "t10.jsonl", {"text": TICKS})
     ids = [CHAT.tokenizer.decode(e.row.ids) for e in read_text(tmp_path, CHAT.tokenizer, LIMIT)]
     assert ids == ["return return", TICKS]
+
+
+# --- through the stages
+
+def test_a_stage_reads_a_folder_and_its_log_says_what_was_left_out(tmp_path, capsys):
+    rows = tmp_path / "rows"
+    rows.mkdir()
+    write(rows / "part-9.jsonl", *[{"messages": [U, done()], "resolved": i % 2} for i in range(6)])
+    write(rows / "part-10.jsonl.gz", {"messages": [U]}, b"{")
+    CHAT.tokenizer.save(tmp_path)
+    sizes = {"hidden": 16, "layers": 1, "heads": 1, "kv_heads": 1, "head_dim": 16, "intermediate": 16}
+    hf.save(random_model(Config.model_validate({"model": sizes}), CHAT.tokenizer), tmp_path / "m",
+            tokenizer_from=tmp_path)
+    stage = ["--stage", "coding-sft", "--model", str(tmp_path / "m"), "--data.rows", str(rows), "--train.steps", "1",
+             "--run.folder", str(tmp_path / "run")]
+    with pytest.raises(SystemExit) as left:
+        train.main(stage + ["--data.only_resolved", "true"])
+    assert left.value.code == 2 and "part-10.jsonl.gz:1: resolved: is missing" in capsys.readouterr().err
+    assert train.main(stage + ["--data.only_resolved", "true", "--data.strict", "false"]) == 0
+    logged = json.loads((tmp_path / "run" / "coding-sft" / "metrics.jsonl").read_text())
+    counts = {name: n for name, n in logged.items() if name.startswith("data/")}
+    assert counts == {"data/left_out_unresolved": 3, "data/left_out_no_mark": 1, "data/left_out_json": 1}
+
+
+def test_a_dry_run_counts_the_rows_of_a_folder_as_a_bound_where_some_may_be_left_out(tmp_path):
+    for n in (2, 10):
+        write(tmp_path / f"{n}.jsonl", *[{"messages": [U, done()]}] * n)
+    for data, steps in (({}, "steps           3 of 4"), ({"only_resolved": True}, "steps           at most 3 of 4"),
+                        ({"strict": False}, "steps           at most 3 of 4")):
+        config = Config.model_validate({"data": {"rows": str(tmp_path), **data}, "train": {"batch": 4}})
+        assert steps in describe("coding-sft", config)
+        assert data_file(config, "coding-sft") == tmp_path
+    with pytest.raises(FileNotFoundError, match="does not exist"):  # tasks are one file
+        data_file(Config.model_validate({"data": {"tasks": str(tmp_path)}}), "oprd")
