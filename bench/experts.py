@@ -2,8 +2,8 @@
 
     python bench/experts.py [threads]
 
-All sides hold the same weights and are checked to agree first. `masks` looks for each expert's tokens in all choices, as
-a first version would; `eager` and `grouped_mm` are Qwen3MoeSparseMoeBlock of transformers with either way to run its
+All sides hold the same weights and are checked to agree first. `masks` looks for each expert's tokens in all choices,
+as a first version would; `eager` and `grouped_mm` are Qwen3MoeSparseMoeBlock of transformers with either way to run its
 experts. Training is forward and backward of the whole layer, decoding forward alone. Sides take turns and the fastest
 round of each counts, since other work on the machine only ever slows one down. Needs transformers (the `test` extra).
 About 20 s on one core.

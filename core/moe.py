@@ -39,7 +39,7 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """A mixture: each token goes to the k experts its router likes best, and to the shared expert where there is one."""
+    """A mixture: each token goes to the k experts its router likes best, and to the shared expert if there is one."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -66,7 +66,7 @@ class MoE(nn.Module):
 
 
 def balance_loss(router_logits: Sequence[Tensor], cu_seqlens: Tensor, top_k: int) -> Tensor:
-    """The load-balancing loss of every sequence by itself, [B]: E sum_e f_e p_e over the sequence's tokens in all layers
+    """The load-balancing loss of every sequence by itself, [B]: E sum_e f_e p_e over its tokens in all layers
     (router_logits: L of [T, E]), f_e how many of its k choices a token gives to e on average, p_e its mean probability.
 
     Even routing gives k. For one sequence it is transformers' load_balancing_loss_func (Switch, arXiv 2101.03961), with

@@ -1,4 +1,4 @@
-"""kernels/experts.py: every token through its experts, against the route-by-route definition in values and gradients."""
+"""kernels/experts.py: every token through its experts, against the definition in values and gradients."""
 
 import pytest
 import torch
