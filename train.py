@@ -21,16 +21,15 @@ import torch
 
 from oprd.core import config as settings
 from oprd.core import hf
-from oprd.core.chat import Chat
 from oprd.core.config import Config
 from oprd.core.data import Order, read_sft, read_text
 from oprd.core.metrics import Last, Log, Mean, Progress, Sum
 from oprd.core.model import Model
 from oprd.core.score import read_lines, score_lines
 from oprd.core.objective import Distillation, Objective
-from oprd.core.plan import (check_fits, check_oprd, check_recipe, data_file, describe, done, random_model,
+from oprd.core.plan import (chat_of, check_fits, check_oprd, check_recipe, data_file, describe, done, random_model,
                             refresh_steps, stage_folder, starting_point, total_steps)
-from oprd.core.tokenizer import Tokenizer, train_bpe
+from oprd.core.tokenizer import train_bpe
 from oprd.core.trainer import Plan, Stopped, Trainer
 from oprd.parallel.mesh import Mesh
 from oprd.rollout import recordings
@@ -88,7 +87,8 @@ def make_microswe(config: Config, load, resume: bool) -> None:
         raise ValueError(f"{model} exists; add --resume to keep it, or choose another run.folder")
     harness = Harness(config, chat=None)
     harness.sweep()
-    recorder = recordings.Recorder(harness.open_box, harness.remind(), config.chat.system, config.rollout.verifiers)
+    recorder = recordings.Recorder(harness.open_box, harness.remind(), config.chat.system, config.rollout.verifiers,
+                                   m.clean_kinds)
     bar = Progress(m.coding_tasks + m.if_tasks, name="recording")
     corpus = recordings.make_files(data, m, config.run.seed, recorder, lambda: bar.advance({}))
     bar.close()
@@ -250,8 +250,7 @@ def native_engine(config: Config, model: Model, version: int) -> NativeEngine:
 
 
 def evaluate_model(config: Config, path: Path, folder: Path, name: str) -> Report:
-    tokenizer = Tokenizer.load(path)
-    chat, e = Chat(tokenizer, config.chat.dialect, config.chat.generation), config.eval
+    chat, e = chat_of(config, path, acts=True), config.eval
     tasks = read_tasks(data_file(config, "eval"))
     tasks = tasks[: e.tasks or len(tasks)]
     harness, engine = Harness(config, chat), native_engine(config, hf.load(path), 0)

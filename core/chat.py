@@ -103,15 +103,20 @@ class Chat:
             if value not in known:
                 raise ValueError(f"chat {name} = {value!r} must be one of {', '.join(known)}")
         self.default_system, self.trims, self.json_scalars = system, trims, json_scalars
-        self.tokenizer, self.dialect, self.generation = tokenizer, dialect, generation
-        self.end_id = tokenizer.token_id("<|im_end|>")
-        self._start = tokenizer.token_id("<|im_start|>")
-        self._call, self._call_end = tokenizer.token_id("<tool_call>"), tokenizer.token_id("</tool_call>")
         # Qwen2.5 spells the other marks as plain text; so does the frame where the tokenizer lacks the token.
-        self._controls = {name: tokenizer.token_id(name) for name in SPECIAL + MARKS if tokenizer.has(name)}
-        self._control_pattern = re.compile("(" + "|".join(map(re.escape, self._controls)) + ")")
+        self._set_up(tokenizer, dialect, generation, {n: tokenizer.token_id(n) for n in SPECIAL + MARKS if tokenizer.has(n)})
+        self.end_id, self._start = tokenizer.token_id("<|im_end|>"), tokenizer.token_id("<|im_start|>")
+        for name in ("<tool_call>", "</tool_call>"):
+            tokenizer.token_id(name)  # an agent must be able to call
         self.generation_ids = self._ids(*self._trusted(GENERATION[generation]))
         self.stop_ids = (self.end_id,) + tuple(self._controls[n] for n in ("<|endoftext|>",) if n in self._controls)
+
+    def _set_up(self, tokenizer: Tokenizer, dialect: str | None, generation: str, controls: Mapping[str, int]) -> None:
+        """dialect None: calls in a form that cannot be read. controls: the tokens our own text may turn into."""
+        self.tokenizer, self.dialect, self.generation = tokenizer, dialect, generation
+        self._controls = dict(controls)
+        self._control_pattern = re.compile("(" + "|".join(map(re.escape, self._controls)) + ")")
+        self._call, self._call_end = (self._controls.get(name) for name in ("<tool_call>", "</tool_call>"))
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, form: str, thinking: bool = False) -> "Chat":

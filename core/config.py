@@ -44,8 +44,9 @@ class Model(Section):
 
 
 class ChatSettings(Section):
-    dialect: Literal["xml", "json"] = Field("xml", description="form of tool calls: xml (Qwen3.5) or json (Qwen3)")
-    generation: Literal["plain", "no_think"] = Field("plain", description="generation prompt: with an empty think block?")
+    form: Literal["auto", "template", "qwen3_5", "qwen3_6", "qwen3", "qwen3_instruct", "qwen2_5", "bare"] = Field(
+        "auto", description="how conversations are written: what the model folder's template is; that template; or a family's")
+    thinking: bool = Field(False, description="whether replies begin with a think block")
     tools: bool = Field(True, description="whether the system message lists the tools' schemas (as Qwen's templates do)")
     system: str = Field("Fix the bug.", description="system message of every conversation")
 
@@ -54,6 +55,9 @@ class MicroSWE(Section):
     vocabulary: int = Field(512, ge=300, description="entries of the byte-level BPE trained on the generated corpus")
     pretrain_texts: int = Field(6000, ge=1, description="plain texts for the pretraining of a base model")
     coding_tasks: int = Field(1200, ge=1, description="tasks the expert solves for Coding SFT")
+    clean_kinds: tuple[Literal["plain", "ambiguous", "scope", "scenario", "validate"], ...] = Field(
+        ("plain", "scope", "scenario", "validate"),
+        description="kinds of bug of which SFT shows clean solutions; the others are first met with a reminder")
     if_tasks: int = Field(600, ge=1, description="tasks on which scripted mistakes are made for IF SFT")
     relabels: int = Field(8, ge=1, description="consistently renamed copies written for every recording")
     oprd_tasks: int = Field(4000, ge=1, description="tasks in the OPRD pool")

@@ -12,6 +12,7 @@ from oprd.core import hf, sources
 from oprd.core.chat import Chat
 from oprd.core.config import Config
 from oprd.core.model import Model, ModelConfig
+from oprd.core.template import frame
 from oprd.core.tokenizer import Tokenizer
 from oprd.core.types import Example
 
@@ -36,9 +37,18 @@ def starting_point(config: Config, stage: str) -> tuple[Path, Chat]:
     path = start_folder(config, stage)
     if not path.is_dir():
         raise FileNotFoundError(f"{path} does not exist; run --stage {BEFORE[stage]} first, or set model.path")
-    tokenizer = Tokenizer.load(path)
-    tokenizer.fits(hf.load_config(path).vocab_size)
-    return path, Chat(tokenizer, config.chat.dialect, config.chat.generation)
+    return path, chat_of(config, path, acts=stage in ("oprd", "eval"))
+
+
+def chat_of(config: Config, path: Path, acts: bool) -> Chat:
+    """The chat frame of a model folder; acts: whether the model's tool calls will be read."""
+    tokenizer, model = Tokenizer.load(path), hf.load_config(path)
+    tokenizer.fits(model.vocab_size)
+    chat = frame(path, tokenizer, config.chat.form, config.chat.thinking, model.model_type)
+    if acts and chat.dialect is None:
+        raise ValueError(f"{path}: its chat template writes tool calls in a form this program cannot read; it reads "
+                         "Qwen's, in XML or JSON between <tool_call> and </tool_call>")
+    return chat
 
 
 def data_path(config: Config, stage: str) -> Path:

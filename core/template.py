@@ -12,6 +12,7 @@ import json
 import re
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Mapping, Sequence
 
 from jinja2 import TemplateError
@@ -63,6 +64,14 @@ def folder_template(folder: str | Path) -> str | None:
     return found
 
 
+def _marks(folder: str | Path) -> dict[str, str]:
+    """The spelling of bos_token, eos_token, ... that templates may ask for, from tokenizer_config.json."""
+    file = Path(folder) / "tokenizer_config.json"
+    found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    marks = {name: found.get(name) or "" for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    return {name: mark["content"] if isinstance(mark, dict) else mark for name, mark in marks.items()}
+
+
 def frame(folder: str | Path, tokenizer: Tokenizer, form: str, thinking: bool, model_type: str) -> Chat:
     """The chat frame of a model folder. form: one of FORMS; `template`: the folder's own; `auto`: the form that the
     folder's template is, else the template itself; without a template, the family's form.
@@ -77,7 +86,7 @@ def frame(folder: str | Path, tokenizer: Tokenizer, form: str, thinking: bool, m
             raise ValueError(f"{folder}: has no chat template (chat_template.jinja, or in tokenizer_config.json); name a "
                              f"chat.form: {', '.join(FORMS)}")
         return Chat.of(tokenizer, BY_MODEL_TYPE.get(model_type, "qwen3_5"), thinking)
-    template = Template(source, str(folder), {"enable_thinking": thinking}, tokenizer)
+    template = Template(source, str(folder), {"enable_thinking": thinking, **_marks(folder)})
     if form == "auto":
         for name in FORMS:
             if _is_form(template, chat := Chat.of(tokenizer, name, thinking)):
@@ -122,9 +131,9 @@ class _Generation(Extension):
 class Template:
     """A chat template in the environment that transformers gives it: sandboxed, raise_exception, strftime_now, tojson."""
 
-    def __init__(self, source: str, where: str, switches: Mapping[str, Any], tokenizer: Tokenizer):
+    def __init__(self, source: str, where: str = "template", switches: Mapping[str, Any] = MappingProxyType({})):
+        """where: names it in errors. switches: variables it is rendered with (enable_thinking, bos_token, ...)."""
         self.source, self.where, self.switches = source, where, dict(switches)
-        self._marks = {name: tokenizer.token(i) or "" for name, i in tokenizer.frame_ids().items()}
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
                                                     extensions=[_Generation, loopcontrols])
         environment.filters["tojson"] = lambda value, indent=None, **_: json.dumps(value, ensure_ascii=False, indent=indent)
@@ -140,7 +149,7 @@ class Template:
         """The text of the messages. ValueError: the template refuses them."""
         try:
             return self._template.render(messages=messages, tools=list(tools) if tools else None,
-                                         add_generation_prompt=add_generation_prompt, **self._marks, **self.switches)
+                                         add_generation_prompt=add_generation_prompt, **self.switches)
         except (TemplateError, TypeError) as problem:
             raise ValueError(f"{self.where}: the chat template refuses this conversation: {problem}") from None
 
@@ -156,9 +165,10 @@ class TemplateChat(Chat):
         """Proves on PROBE that the template appends. ValueError: the message that it rewrites, and when."""
         self.template = template
         texts = prove_append_only(template)
-        closed = texts[2][len(texts[1] + self._prompt(PROBE[:2])) :]
-        self.dialect = _dialect(closed)
-        super().__init__(tokenizer, self.dialect or "json", "plain")
+        prompt = self._prompt(PROBE[:2])
+        controls = {tokenizer.token(i): i for i in tokenizer.control_ids}
+        self._set_up(tokenizer, _dialect(texts[2][len(texts[1]) :]),
+                     "think" if prompt.rstrip().endswith("<think>") else "plain", controls)
         self._tail = _after(texts[6], "Answer one")  # what follows the words of an assistant
         ends = [part for part in self._control_pattern.split(self._tail) if part in self._controls]
         if not ends:
@@ -166,8 +176,8 @@ class TemplateChat(Chat):
                              "holds no control token of the tokenizer; a model could not end its turn")
         self.end_id = self._controls[ends[0]]
         self._separator = self._tail.split(ends[0], 1)[1]
-        self.generation_ids = self._ids(*self._trusted(self._prompt(PROBE[:2])))
-        self.stop_ids = tuple(dict.fromkeys((self.end_id, *self.stop_ids)))
+        self.generation_ids = self._ids(*self._trusted(prompt))
+        self.stop_ids = (self.end_id,)
 
     def open(self, system, user, tools=None):
         first = [{"role": "system", "content": system}] if system is not None else []
@@ -188,12 +198,6 @@ class TemplateChat(Chat):
                    **({"tool_calls": [{"id": "call00000", "type": "function", "function": {
                        "name": c.name, "arguments": dict(c.arguments)}} for c in calls]} if calls else {})}
         return self._sampled(PROBE[:2], message)
-
-    def parse(self, ids):
-        if self.dialect is None:
-            raise ValueError(f"{self.template.where}: the chat template writes tool calls in a form this program cannot "
-                             f"read (it reads {' and '.join(DIALECTS)} inside <tool_call>); it serves for SFT alone")
-        return super().parse(ids)
 
     def render(self, messages, tools=None):
         rows, schemas = read_messages(messages), read_tools(tools)

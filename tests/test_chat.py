@@ -6,6 +6,7 @@ import json
 import random
 from importlib import metadata
 
+import jinja2
 import pytest
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
@@ -447,20 +448,23 @@ def test_unknown_dialects_and_generation_prompts_are_refused(tokenizer):
 # ---- Qwen's own templates --------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def template(name: str):
+def official_template(name: str) -> str:
     """One of Qwen's chat templates, as shipped in the trl package."""
-    jinja2 = pytest.importorskip("jinja2", reason="renders the oracle's templates")
     try:
         files = [f for f in metadata.files("trl") if f.name == f"{name}.jinja"]
     except metadata.PackageNotFoundError:
         files = []
     if not files:
         pytest.skip("needs Qwen's templates: pip install --no-deps trl==1.16.0")
+    return files[0].read_text()
+
+
+@functools.cache
+def template(name: str):
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
     environment.filters["tojson"] = lambda value, **_: json.dumps(value, ensure_ascii=False)
     environment.globals["raise_exception"] = lambda text: pytest.fail(text)
-    return environment.from_string(files[0].read_text())
+    return environment.from_string(official_template(name))
 
 
 # form, thinking, official template, its switch; rows in which the template rewrites nothing that stands before
