@@ -43,7 +43,8 @@ from oprd.sandbox.task import read_tasks
 
 RECIPE = {"base": "pretrain", "+ Coding SFT": "coding-sft", "+ IF SFT": "if-sft", "+ OPRD": "oprd"}  # table row: stage
 
-MAY_CHANGE = ("run.folder", "run.threads", "train.keep", "train.checkpoint_every", "rollout.verifiers", "eval.", "microswe.")
+MAY_CHANGE = ("run.folder", "run.threads", "train.keep", "train.checkpoint_every", "rollout.verifiers", "eval.",
+              "microswe.")
 
 
 def main(argv: list[str]) -> int:
@@ -207,7 +208,7 @@ def score(config: Config, options) -> None:
 
 
 def export(config: Config, options) -> None:
-    """Read a model, prove that every tensor is accounted for, and write it anew: names, dtypes and shards as they are."""
+    """Read a model, prove that every tensor is accounted for, and write it anew in the same names, dtypes, shards."""
     folder = _model_folder(config, "export")
     if not options.output:
         raise ValueError("--stage export needs --output DIR, the folder to write")
@@ -230,7 +231,7 @@ def take_ready(config: Config, resume: bool) -> set[str]:
     """
     found = {stage for stage in RECIPE.values() if (Path(config.run.ready) / stage_folder(config, stage).name).is_dir()}
     if not found:
-        raise FileNotFoundError(f"run.ready = {config.run.ready!r} holds none of the folders base, coding-sft, if-sft, oprd")
+        raise FileNotFoundError(f"run.ready = {config.run.ready!r} holds none of base, coding-sft, if-sft, oprd")
     if not resume and Path(config.run.folder).exists():
         raise ValueError(f"{config.run.folder} already holds a run; add --resume to go on with it, or choose another "
                          "run.folder")
@@ -278,8 +279,8 @@ def write_settings(config: Config, folder: Path, stage: str, resume: bool = Fals
     if resume and file.exists():
         changed = settings.changes(settings.load(str(file), stage, {}), config)
         if new := [c for c in changed if not c.startswith(MAY_CHANGE)]:
-            raise ValueError(f"{folder} was started with other settings than {', '.join(new)}; resume with the same ones "
-                             "or choose another run.folder")
+            raise ValueError(f"{folder} was started with other settings than {', '.join(new)}; resume with the same "
+                             "ones or choose another run.folder")
     folder.mkdir(parents=True, exist_ok=True)
     aside.write_text(settings.dump(config), encoding="utf-8")
     aside.rename(file)

@@ -119,8 +119,8 @@ class ModelConfig:
             if getattr(self, many) % getattr(self, few):
                 raise ValueError(f"{many} = {getattr(self, many)} must be a multiple of {few} = {getattr(self, few)}")
         if self.head_dim % 2 or self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim:
-            raise ValueError(f"head_dim = {self.head_dim} and its rotated part {self.rotary_dim} (partial_rotary_factor "
-                             f"= {self.partial_rotary_factor}) must be even (rotary pairs)")
+            raise ValueError(f"head_dim = {self.head_dim} must be even, and so its rotated part {self.rotary_dim} "
+                             f"(partial_rotary_factor = {self.partial_rotary_factor}): elements turn in pairs")
         if self.family.experts and self.num_experts_per_tok > self.num_experts:
             raise ValueError(f"num_experts_per_tok = {self.num_experts_per_tok} must not exceed num_experts = "
                              f"{self.num_experts}")

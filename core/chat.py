@@ -104,7 +104,8 @@ class Chat:
                 raise ValueError(f"chat {name} = {value!r} must be one of {', '.join(known)}")
         self.default_system, self.trims, self.json_scalars = system, trims, json_scalars
         # Qwen2.5 spells the other marks as plain text; so does the frame where the tokenizer lacks the token.
-        self._set_up(tokenizer, dialect, generation, {n: tokenizer.token_id(n) for n in SPECIAL + MARKS if tokenizer.has(n)})
+        controls = {name: tokenizer.token_id(name) for name in SPECIAL + MARKS if tokenizer.has(name)}
+        self._set_up(tokenizer, dialect, generation, controls)
         self.end_id, self._start = tokenizer.token_id("<|im_end|>"), tokenizer.token_id("<|im_start|>")
         for name in ("<tool_call>", "</tool_call>"):
             tokenizer.token_id(name)  # an agent must be able to call
@@ -155,8 +156,8 @@ class Chat:
         after a generation prompt that has closed the think block.
         """
         if reasoning and self.generation == "no_think":
-            raise ValueError("reasoning cannot follow a generation prompt that has ended the thinking; set chat.thinking "
-                             "= true to train it")
+            raise ValueError("reasoning cannot follow a generation prompt that has ended the thinking; "
+                             "set chat.thinking = true to train it")
         parts: list[int | str] = [] if self.generation == "think" else self._trusted("<think>\n")
         parts = parts + [reasoning] + self._trusted("\n</think>\n\n")
         parts = (parts if reasoning or self.generation == "think" else []) + [content]

@@ -45,9 +45,9 @@ class Model(Section):
 
 class ChatSettings(Section):
     form: Literal["auto", "template", "qwen3_5", "qwen3_6", "qwen3", "qwen3_instruct", "qwen2_5", "bare"] = Field(
-        "auto", description="how conversations are written: what the model folder's template is; that template; or a family's")
+        "auto", description="how conversations are written: as the folder's template (auto, template) or a family's")
     thinking: bool = Field(False, description="whether replies begin with a think block")
-    tools: bool = Field(True, description="whether the system message lists the tools' schemas (as Qwen's templates do)")
+    tools: bool = Field(True, description="whether the system message lists the tools' schemas, as Qwen's templates do")
     system: str = Field("Fix the bug.", description="system message of every conversation")
 
 
@@ -79,7 +79,7 @@ class Train(Section):
     epochs: float = Field(1.0, gt=0, description="passes over the rows or tasks, unless steps is given")
     steps: int = Field(0, ge=0, description="optimizer steps; 0: from epochs")
     batch: int = Field(32, ge=1, description="examples (SFT) or attempts (OPRD) in one optimizer step")
-    micro_batch_tokens: int = Field(16384, ge=16, description="most tokens in one forward, student and teacher together")
+    micro_batch_tokens: int = Field(16384, ge=16, description="most tokens in a forward, student and teacher together")
     lr: float = Field(1e-5, gt=0, description="peak learning rate")
     lr_start: float = Field(0.0, ge=0, description="learning rate at the start of warm-up")
     lr_min: float = Field(1e-6, ge=0, description="learning rate of the last step")
@@ -193,13 +193,13 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     """
     parser = _Parser(prog="train.py", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
                      description="Trains a coding agent: Coding SFT, IF SFT, OPRD, evaluation, one stage at a time.",
-                     epilog="Every setting may stand in the TOML file ([section] field = value) or on the command line.")
+                     epilog="Every setting may stand in the TOML file ([section] field = value) or here.")
     parser.add_argument("--stage", required=True, choices=STAGES, help="what to do")
     parser.add_argument("--config", metavar="FILE.toml", help="settings file")
     parser.add_argument("--model", metavar="DIR", dest="model.path", default=argparse.SUPPRESS,
                         help="short for --model.path: the Hugging Face folder to start from")
     parser.add_argument("--input", metavar="FILE.jsonl", help='score: lines of {"ids": [...]}')
-    parser.add_argument("--output", metavar="PATH", help="score: where to write (default: the terminal); export: a new folder")
+    parser.add_argument("--output", metavar="PATH", help="score: where to write (default: the terminal); export: folder")
     parser.add_argument("--resume", action="store_true", help="go on from the newest complete checkpoint")
     parser.add_argument("--dry-run", action="store_true", help="print settings and derived numbers, then stop")
     groups = {section: parser.add_argument_group(f"[{section}]") for section in Config.model_fields}
@@ -301,6 +301,7 @@ def changes(before: Config, after: Config) -> list[str]:
 
 def fail(problem: Exception) -> NoReturn:
     """A person's mistake: one line, exit code 2."""
-    text = f"{problem.strerror}: {problem.filename}" if isinstance(problem, OSError) and problem.filename else str(problem)
+    named = isinstance(problem, OSError) and problem.filename
+    text = f"{problem.strerror}: {problem.filename}" if named else str(problem)
     print("error: " + " ".join(text.split()), file=sys.stderr)
     sys.exit(2)

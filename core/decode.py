@@ -4,8 +4,8 @@ N rows (conversations) being decoded, L longest of them, D hidden. Attention: H 
 size. Gated DeltaNet: H value heads, state [K, V], C convolved channels, W width of the convolution.
 
 Equal to Model.logits up to rounding, and faster for single tokens: projections of one input are one product, norm
-weights are multiplied into the matrix that follows them, and what a layer remembers lives in preallocated tensors written
-in place. Rows 0..N-1 are always the occupied ones, so a step works on views and gathers nothing: leave(row) moves the
+weights are multiplied into the matrix that follows them, and what a layer remembers lives in preallocated tensors
+written in place. Rows 0..N-1 are always the occupied ones, so a step works on views and gathers nothing: leave(row) moves the
 last row into the hole.
 """
 
@@ -37,7 +37,7 @@ class Decoder:
         self.head = model.head_weight * model.model.norm.scale
         kinds = {"full_attention": _AttentionRows, "linear_attention": _DeltaRows}
         self.mixers = [kinds[kind](block, c, rows) for kind, block in zip(c.layer_types, model.model.layers)]
-        self.feeds = [_Dense(block, c) if isinstance(block.mlp, MLP) else _Sparse(block) for block in model.model.layers]
+        self.feeds = [(_Dense if isinstance(block.mlp, MLP) else _Sparse)(block, c) for block in model.model.layers]
         self._make_room(STEP)
 
     @torch.inference_mode()
@@ -98,8 +98,8 @@ class Decoder:
 
 
 class _Now:
-    """What all layers of one step share: n rows and the longest, positions [N], the mask [N G, 1, room], where keys are
-    written (rows of the [rows * G * room, K] view) [N G], the rotary tables [N, 1, K] and each element's partner [K]."""
+    """What all layers of one step share: n rows and the longest, positions [N], the mask [N G, 1, room], where keys
+    are written (rows of the [rows * G * room, K] view) [N G], the rotary tables [N, 1, K], each element's partner."""
 
     def __init__(self, decoder: Decoder, n: int, longest: int, positions: Tensor, bias: Tensor, slots: Tensor):
         self.decoder, self.n, self.longest, self.positions, self.slots = decoder, n, longest, positions, slots
@@ -236,7 +236,7 @@ class _Dense:
 class _Sparse:
     """x + mixture(norm(x)), as the model computes it."""
 
-    def __init__(self, block):
+    def __init__(self, block, config: ModelConfig):
         self.norm, self.mixture = block.post_attention_layernorm, block.mlp
 
     def __call__(self, x: Tensor) -> Tensor:

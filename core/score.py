@@ -28,8 +28,8 @@ def logprobs(model, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
 
 
 def score_lines(model, lines: Sequence[dict[str, Any]], token_budget: int) -> Iterator[dict[str, Any]]:
-    """Every line with `logprobs`, in order; neighbours share a forward of at most token_budget tokens (a longer line has
-    one of its own)."""
+    """Every line with `logprobs`, in order; neighbours share a forward of at most token_budget tokens, and a longer line
+    has one of its own."""
     start = 0
     while start < len(lines):
         end, tokens = start, 0

@@ -26,8 +26,8 @@ def train_step(model, teacher, examples: Sequence[Example], optimizer: AdamW, *,
 
     Weights are normalised over the whole step, then the examples are packed into micro-batches of at most
     `token_budget` tokens; the split changes neither loss nor gradient. bf16: run the models under autocast (heads and
-    losses stay fp32). router_balance: weight of the routers' load-balancing loss, a mean over the rows. Examples without
-    a trainable token are left out and counted. When none has one, nothing is updated, a warning is logged and
+    losses stay fp32). router_balance: weight of the routers' load-balancing loss, a mean over rows. Examples without a
+    trainable token are left out and counted. When none has one, nothing is updated, a warning is logged and
     `train/skipped_steps` is 1. A gradient that is not finite is a FloatingPointError, raised before the weights are
     touched.
     """

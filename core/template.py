@@ -1,9 +1,9 @@
 """Chat templates of model folders: which of our forms one is, and conversations in any other append-only template.
 
-A folder's `chat_template` (chat_template.jinja, or the field of tokenizer_config.json) is a Jinja2 program that turns all
-messages into one text. `frame` compares it with core/chat.py's FORMS on a probing conversation; a template that is none
-of them is used itself (`TemplateChat`) if it only ever appends: what it has written for n messages must still stand when
-message n + 1 comes, because what a policy has sampled is never tokenised again.
+A folder's `chat_template` (chat_template.jinja, or the field of tokenizer_config.json) is a Jinja2 program that turns
+all messages into one text. `frame` compares it with core/chat.py's FORMS on a probing conversation; a template that is
+none of them is used itself (`TemplateChat`) if it only ever appends: what it has written for n messages must still stand
+when message n + 1 comes, because what a policy has sampled is never tokenised again.
 """
 
 from __future__ import annotations
@@ -33,8 +33,12 @@ _TOOL = {"type": "function", "function": {"name": "look", "description": "Looks.
 
 
 def _calling(content: str, **arguments: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": content,
-            "tool_calls": [{"id": "call00000", "type": "function", "function": {"name": "look", "arguments": arguments}}]}
+    return {"role": "assistant", "content": content, "tool_calls": [_call("look", arguments)]}
+
+
+def _call(name: str, arguments: Mapping[str, Any], number: int = 0) -> dict[str, Any]:
+    """A tool call as templates expect it."""
+    return {"id": f"call{number:05d}", "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
 
 
 # What every template is tried on. The last user message is where the Qwen templates begin to rewrite.
@@ -83,8 +87,8 @@ def frame(folder: str | Path, tokenizer: Tokenizer, form: str, thinking: bool, m
     source = folder_template(folder)
     if source is None:
         if form == "template":
-            raise ValueError(f"{folder}: has no chat template (chat_template.jinja, or in tokenizer_config.json); name a "
-                             f"chat.form: {', '.join(FORMS)}")
+            raise ValueError(f"{folder}: has no chat template (chat_template.jinja, or in tokenizer_config.json); "
+                             f"name a chat.form: {', '.join(FORMS)}")
         return Chat.of(tokenizer, BY_MODEL_TYPE.get(model_type, "qwen3_5"), thinking)
     template = Template(source, str(folder), {"enable_thinking": thinking, **_marks(folder)})
     if form == "auto":
@@ -129,14 +133,14 @@ class _Generation(Extension):
 
 
 class Template:
-    """A chat template in the environment that transformers gives it: sandboxed, raise_exception, strftime_now, tojson."""
+    """A chat template in the environment that transformers gives it: sandbox, raise_exception, strftime_now, tojson."""
 
     def __init__(self, source: str, where: str = "template", switches: Mapping[str, Any] = MappingProxyType({})):
         """where: names it in errors. switches: variables it is rendered with (enable_thinking, bos_token, ...)."""
         self.source, self.where, self.switches = source, where, dict(switches)
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
                                                     extensions=[_Generation, loopcontrols])
-        environment.filters["tojson"] = lambda value, indent=None, **_: json.dumps(value, ensure_ascii=False, indent=indent)
+        environment.filters["tojson"] = lambda x, indent=None, **_: json.dumps(x, ensure_ascii=False, indent=indent)
         environment.globals["raise_exception"] = self._refuse
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
@@ -195,8 +199,7 @@ class TemplateChat(Chat):
 
     def assistant(self, content, calls=(), reasoning=""):
         message = {"role": "assistant", "content": content, **({"reasoning_content": reasoning} if reasoning else {}),
-                   **({"tool_calls": [{"id": "call00000", "type": "function", "function": {
-                       "name": c.name, "arguments": dict(c.arguments)}} for c in calls]} if calls else {})}
+                   **({"tool_calls": [_call(c.name, c.arguments, i) for i, c in enumerate(calls)]} if calls else {})}
         return self._sampled(PROBE[:2], message)
 
     def render(self, messages, tools=None):
@@ -208,8 +211,8 @@ class TemplateChat(Chat):
         for i, message in enumerate(rows):
             if message.role != "assistant":
                 continue
-            before, sampled = self._written(plain[:written], plain[written:i], schemas), self._sampled(plain[:i], plain[i],
-                                                                                                       schemas)
+            before = self._written(plain[:written], plain[written:i], schemas)
+            sampled = self._sampled(plain[:i], plain[i], schemas)
             separator = self._after_reply(ended=True) if written else ()
             for more, mask in ((separator + before + self.generation_ids, False), (sampled, message.trained)):
                 ids.extend(more)
@@ -279,9 +282,10 @@ def prove_append_only(template: Template) -> list[str]:
         if not text.startswith(texts[-1]):
             same = next(i for i, (a, b) in enumerate(zip(texts[-1] + "\0", text + "\1")) if a != b)
             rewritten = next(k for k in range(1, n) if len(texts[k]) > same or k == n - 1)
-            raise ValueError(f"{template.where}: the chat template rewrites message {rewritten} ({PROBE[rewritten]['role']}) "
-                             f"when message {n - 1} ({PROBE[n - 1]['role']}) comes: {texts[-1][same : same + 30]!r} becomes "
-                             f"{text[same : same + 30]!r}; a conversation must only grow, so name a chat.form or mend the "
+            old, new = (t[same : same + 30] for t in (texts[-1], text))
+            raise ValueError(f"{template.where}: the chat template rewrites message {rewritten} "
+                             f"({PROBE[rewritten]['role']}) when message {n - 1} ({PROBE[n - 1]['role']}) comes: "
+                             f"{old!r} becomes {new!r}; a conversation must only grow, so name a chat.form or mend the "
                              "template")
         prompted = template.render(PROBE[:n], add_generation_prompt=True)
         if not prompted.startswith(text):
@@ -290,8 +294,8 @@ def prove_append_only(template: Template) -> list[str]:
     for n, message in enumerate(PROBE):
         prompt = template.render(PROBE[:n], add_generation_prompt=True) if message["role"] == "assistant" else ""
         if not texts[n].startswith(prompt):
-            raise ValueError(f"{template.where}: what the chat template writes for message {n} (assistant) does not begin "
-                             f"with its generation prompt {prompt[len(texts[n - 1]) :]!r}")
+            raise ValueError(f"{template.where}: what the chat template writes for message {n} (assistant) does not "
+                             f"begin with its generation prompt {prompt[len(texts[n - 1]) :]!r}")
     return texts
 
 
@@ -317,8 +321,7 @@ def _hide(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], 
 
 def _plain(message: Message) -> dict[str, Any]:
     """A checked message as templates expect it."""
-    calls = [{"id": f"call{i:05d}", "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
-             for i, (name, arguments) in enumerate(message.calls)]
+    calls = [_call(name, arguments, i) for i, (name, arguments) in enumerate(message.calls)]
     return {"role": message.role, "content": message.text, **({"tool_calls": calls} if calls else {}),
             **({"reasoning_content": message.reasoning} if message.reasoning else {})}
 

@@ -7,8 +7,8 @@ Per value head a state S [K, V], with the log decay g <= 0 and the step beta of 
 
     S <- exp(g) S;    S <- S + k (beta (v - S^T k))^T;    o = S^T q / sqrt(K)
 
-(Gated DeltaNet, arXiv 2412.06464.) Inside a chunk that starts from S0, with the cumulated decays G_i = g_1 + .. + g_i and
-d_i = beta_i (v_i - S^T k_i) what token i adds,
+(Gated DeltaNet, arXiv 2412.06464.) Inside a chunk that starts from S0, with the cumulated decays G_i = g_1 + .. + g_i
+and d_i = beta_i (v_i - S^T k_i) what token i adds,
 
     (I + A) d = beta (v - exp(G) k S0)     A_ij = beta_i exp(G_i - G_j) k_i.k_j  for j < i
     o_i = exp(G_i) q_i S0 + sum_{j <= i} exp(G_i - G_j) q_i.k_j d_j
@@ -78,8 +78,8 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, c
 
 
 class _Layout:
-    """Chunks of all sequences in the order in which the scan needs them: first the first chunk of every sequence, longest
-    sequences first, then every second chunk, and so on; so chunk number c of all who have one is one slice."""
+    """Chunks of all sequences in the order in which the scan needs them: first the first chunk of every sequence,
+    longest sequences first, then every second chunk, and so on; so chunk number c of all who have one is one slice."""
 
     def __init__(self, cu_seqlens: Tensor, chunk: int, device: torch.device):
         cu = cu_seqlens.cpu().numpy().astype(np.int64)

@@ -101,9 +101,9 @@ def pretraining_texts(seed: int, count: int, difficulty: Difficulty) -> list[str
     """Plain text that teaches what a base model brings along: that names recur and can be copied.
 
     A quarter are names without gaps, repeated; a quarter are lists of names with one of several separators, repeated; a
-    quarter are repositories, before and after their fix; a quarter are requests and the edits that meet them, anchored or
-    not at random (how to copy into an edit, not when to anchor one). Copying is learnt within a few hundred steps on the
-    first kind, carries over to the others, and is what every stage after this one builds on: without it a model of this
+    quarter are repositories, before and after their fix; a quarter are requests and the edits that meet them, anchored
+    or not at random (how to copy into an edit, not when to anchor one). Copying is learnt within a few hundred steps on
+    the first kind, carries over to the others, and is what every stage after this one builds on: without it a model of this
     size stays for thousands of steps at guessing names.
     """
     texts = []
@@ -137,7 +137,8 @@ def edits(task: Task, rng: random.Random, count: int = 4) -> list[str]:
     for what, anchor, line in rng.sample(places, min(count, len(places))):
         new = line.replace(line.split('"')[1], word := rng.choice(FAMILIES["train"]))
         old, new = (f"{anchor}\n{line}", f"{anchor}\n{new}") if rng.random() < 0.6 else (line.strip(), new.strip())
-        ask = rng.choice((f'`{what}` in `{path}` must return "{word}".', f'In `{path}`, `{what}` must return "{word}".'))
+        wanted = f'must return "{word}".'
+        ask = rng.choice((f"`{what}` in `{path}` {wanted}", f"In `{path}`, `{what}` {wanted}"))
         texts.append(ask + "\n" + _call_text("edit", {"path": path, "old_string": old, "new_string": new}))
     return texts
 
