@@ -6,6 +6,7 @@ import pytest
 import torch
 from families_help import config_of
 
+from oprd.core import moe
 from oprd.core.moe import MLP, MoE, balance_loss, balance_loss_definition
 from oprd.kernels.experts import run_experts_definition
 
@@ -96,6 +97,28 @@ def test_half_precision_autocast_stays_near_float32():
     with torch.autocast("cpu", torch.bfloat16):
         rough = layer(x)
     assert ((rough.float() - exact).norm() / exact.norm()) < 0.03
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_a_bfloat16_layer_routes_bit_for_bit_as_transformers_with_its_softmax_in_float32(normed, monkeypatch):
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+    layer, x, routes, routers = randomised("qwen3_moe", torch.bfloat16, norm_topk_prob=normed), draw(200, 20), [], []
+    monkeypatch.setattr(moe, "run_experts", lambda x, gate_up, down, *route: routes.extend(route) or x)
+    layer(x.bfloat16(), routers)
+    router = Qwen3MoeTopKRouter(Qwen3MoeConfig(hidden_size=20, num_experts=5, num_experts_per_tok=2,
+                                               norm_topk_prob=normed))
+    router.weight = layer.gate.weight
+    logits, weight, chosen = router(x.bfloat16())
+    for got, wanted in zip((*routers, *routes), (logits, chosen, weight), strict=True):
+        torch.testing.assert_close(got, wanted, atol=0, rtol=0)  # dtypes too
+
+
+def test_the_balance_of_bfloat16_logits_is_computed_in_float32():
+    logits, cu = [draw(40, 6, seed=i).bfloat16() for i in range(2)], torch.tensor([0, 15, 40])
+    got = balance_loss(logits, cu, 2)
+    torch.testing.assert_close(got, balance_loss([part.float() for part in logits], cu, 2), atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("family, block, normed", [
