@@ -93,7 +93,11 @@ def frame(folder: str | Path, tokenizer: Tokenizer, form: str, thinking: bool, m
     template = Template(source, str(folder), {"enable_thinking": thinking, **_marks(folder)})
     if form == "auto":
         for name in FORMS:
-            if _is_form(template, chat := Chat.of(tokenizer, name, thinking)):
+            try:
+                chat = Chat.of(tokenizer, name, thinking)
+            except ValueError:  # the tokenizer has not the tokens of our forms
+                break
+            if _is_form(template, chat):
                 return chat
     return TemplateChat(tokenizer, template)
 

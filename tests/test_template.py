@@ -3,11 +3,13 @@
 import json
 
 import pytest
+import tokenizers
 from test_chat import ROW, TOKENIZERS, TOOLS, official_template, trusted
 
 from oprd.core.chat import FORMS, Chat
 from oprd.core.messages import FieldError
 from oprd.core.template import PROBE, Template, TemplateChat, folder_template, frame, prove_append_only
+from oprd.core.tokenizer import Tokenizer
 from oprd.core.types import ToolCall
 
 CHATML = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' + '\\n' }}{% endfor %}
@@ -21,7 +23,7 @@ BRACKETS = """{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' 
 
 
 @pytest.fixture(params=list(TOKENIZERS))
-def tokenizer(request):
+def tokenizer(request) -> Tokenizer:
     return TOKENIZERS[request.param]
 
 
@@ -51,6 +53,19 @@ def test_without_a_template_the_family_decides_and_a_named_form_is_taken_as_it_i
     assert frame(folder_with(tmp_path, CHATML), tokenizer, "bare", False, "qwen3").dialect == "xml"
     with pytest.raises(ValueError, match="has no chat template"):
         frame(tmp_path / "nowhere", tokenizer, "template", False, "qwen3")
+
+
+def test_a_tokenizer_without_our_marks_gets_its_folders_own_template(tmp_path):
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    bpe.train_from_iterator([], tokenizers.trainers.BpeTrainer(
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    bpe.add_tokens([tokenizers.AddedToken(name, special=True) for name in ("<|im_start|>", "<|im_end|>")])
+    chat = frame(folder_with(tmp_path, CHATML), Tokenizer(bpe.to_str()), "auto", False, "qwen2")
+    assert type(chat) is TemplateChat and chat.dialect is None
+    assert chat.tokenizer.decode(chat.open(None, "hi") + chat.generation_ids + chat.assistant("ho")) == (
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nho<|im_end|>")
 
 
 def test_the_template_is_read_from_either_file_and_from_a_list_of_named_ones(tmp_path):
