@@ -33,18 +33,21 @@ from oprd.core.tokenizer import train_bpe
 from oprd.core.trainer import Plan, Stopped, Trainer
 from oprd.parallel.mesh import Mesh
 from oprd.rollout import recordings
-from oprd.rollout.attempts import Attempt
+from oprd.rollout.annotate import annotate, inputs
+from oprd.rollout.annotate import table as annotation_table
+from oprd.rollout.attempts import Attempt, Outcome
 from oprd.rollout.evaluate import Report, attempts_at, evaluate, table
 from oprd.rollout.harness import Harness
 from oprd.rollout.native import NativeEngine
+from oprd.rollout.records import Keeper
 from oprd.rollout.teach import OutcomeRouting, fates, measured
 from oprd.sandbox.box import Broke
 from oprd.sandbox.task import read_tasks
 
 RECIPE = {"base": "pretrain", "+ Coding SFT": "coding-sft", "+ IF SFT": "if-sft", "+ OPRD": "oprd"}  # table row: stage
 
-MAY_CHANGE = ("run.folder", "run.threads", "train.keep", "train.checkpoint_every", "rollout.verifiers", "eval.",
-              "microswe.")
+MAY_CHANGE = ("run.folder", "run.threads", "train.keep", "train.checkpoint_every", "rollout.verifiers", "rollout.record",
+              "eval.", "microswe.")
 
 
 def main(argv: list[str]) -> int:
@@ -60,8 +63,8 @@ def main(argv: list[str]) -> int:
             for stage in RECIPE.values() if options.stage == "all" else (options.stage,):
                 print("\n".join([describe(stage, load(stage)), *settings.changes(config, load(stage))]))
             return 0
-        if options.stage in PARITY:
-            PARITY[options.stage](config, options)
+        if options.stage in COMMANDS:
+            COMMANDS[options.stage](config, options)
         else:
             STAGE[options.stage](config, load, options.resume)
     except Stopped as stopped:
@@ -138,7 +141,7 @@ def oprd(config: Config, load, resume: bool) -> None:
     write_settings(config, stage_folder(config, "oprd"), "oprd", resume)
     teach = OutcomeRouting(harness.reminded, chat.reminder, t.micro_batch_tokens, o.routing, o.without_reminder)
     engine = native_engine(config, trainer.model, trainer.step)
-    pool = harness.pool(engine, config.rollout)
+    pool, keep = harness.pool(engine, config.rollout), Keeper(config.rollout.record, chat)
 
     def supply(step: int):
         n = t.batch // o.attempts_per_task
@@ -147,6 +150,7 @@ def oprd(config: Config, load, resume: bool) -> None:
                     for i, task in enumerate(chosen) for j in range(o.attempts_per_task)]
         outcomes = pool.run(attempts)
         lessons = [teach(outcome) for outcome in outcomes]
+        keep(stage_folder(config, "oprd") / "attempts" / f"step_{step:05d}.jsonl", outcomes, lessons)
         found = {name: Mean(*pair) for name, pair in measured(outcomes, lessons).items()}
         found |= {f"fate/{name}": Sum(n) for name, n in fates(lessons).items()}
         return [lesson.example for lesson in lessons if lesson.example], found
@@ -189,7 +193,7 @@ STAGE = {"microswe": make_microswe, "pretrain": sft("pretrain"), "coding-sft": s
          "if-sft": sft("if-sft"), "oprd": oprd, "eval": evaluation, "all": everything}
 
 
-# --- two commands for parity work ---------------------------------------------------------------------------------
+# --- commands that train nothing ----------------------------------------------------------------------------------
 
 def score(config: Config, options) -> None:
     """Write the log-probabilities of given ids (float32), one line for one line: to --output, or to the terminal."""
@@ -215,7 +219,27 @@ def export(config: Config, options) -> None:
     print(hf.export(folder, options.output))
 
 
-PARITY = {"score": score, "export": export}
+def annotation(config: Config, options) -> None:
+    """Error events of recorded attempts: a table, JSON lines to --output, and scalars under run.folder/annotate."""
+    if not options.input:
+        raise ValueError("--stage annotate needs --input PATH, a file of recorded attempts or a folder of them")
+    if options.output and Path(options.output).exists():
+        raise ValueError(f"{options.output} exists; name another --output")
+    harness, found, lines = Harness(config, chat=None), [], []
+    for file in inputs(options.input):
+        for line, seen in annotate(file, harness.rubric, harness.judge):
+            lines.append({"file": file.name, **line})
+        found.append(seen)
+    if options.output:
+        recordings.write_jsonl(Path(options.output), lines)
+    folder = Path(config.run.folder) / "annotate"
+    with Log(folder, number := lines_in(folder / "metrics.jsonl")) as log:
+        for i, seen in enumerate(found, start=number):
+            log.write(i, {metric: Last(value) for metric, value in seen.scalars(harness.rubric).items()})
+    print(annotation_table(found, harness.rubric))
+
+
+COMMANDS = {"score": score, "export": export, "annotate": annotation}
 
 
 def _model_folder(config: Config, stage: str) -> Path:
@@ -258,19 +282,32 @@ def evaluate_model(config: Config, path: Path, folder: Path, name: str) -> Repor
     harness.sweep()
     attempts = attempts_at(tasks, e.attempts, config.run.seed, "eval")
     bar = Progress(len(attempts) * (2 if e.following else 1), name=f"eval {name}")
+    outcomes: list[Outcome] = []
+
+    def done(outcome: Outcome) -> None:
+        outcomes.append(outcome)
+        bar.advance({})
+
     try:
         report = evaluate(attempts, harness.pool(engine, e), harness.events, harness.remind() if e.following else None,
-                          lambda outcome: bar.advance({}))
+                          done)
     finally:
         engine.close()
         bar.close()
     write_settings(config, folder, "eval")
-    earlier = folder / "metrics.jsonl"
-    number = sum(1 for _ in earlier.open("rb")) if earlier.exists() else 0  # an evaluation never replaces another
+    number = lines_in(folder / "metrics.jsonl")  # an evaluation never replaces another
+    Keeper(config.rollout.record, chat)(folder / "attempts" / f"eval_{number:05d}.jsonl", outcomes)
     with Log(folder, number) as log:
         log.write(number, {metric: Last(value) for metric, value in report.scalars().items()})
     report.save(folder)
     return report
+
+
+def lines_in(file: Path) -> int:
+    if not file.exists():
+        return 0
+    with file.open("rb") as lines:
+        return sum(1 for _ in lines)
 
 
 def write_settings(config: Config, folder: Path, stage: str, resume: bool = False) -> None:

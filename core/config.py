@@ -16,8 +16,9 @@ from typing import Any, Literal, Mapping, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-STAGES = ("microswe", "pretrain", "coding-sft", "if-sft", "oprd", "eval", "all", "score", "export")
-FILES = {"input": ("score",), "output": ("score", "export")}  # option of the command line: stages that take it
+STAGES = ("microswe", "pretrain", "coding-sft", "if-sft", "oprd", "eval", "all", "score", "export",
+          "annotate")
+FILES = {"input": ("score", "annotate"), "output": ("score", "export", "annotate")}  # option of the command line: stages that take it
 
 
 class Section(BaseModel):
@@ -104,6 +105,7 @@ class Rollout(Section):
     max_context_tokens: int = Field(1024, ge=16, description="tokens of one conversation")
     max_malformed: int = Field(2, ge=1, description="malformed replies in a row that end an attempt")
     attempt_s: float = Field(120.0, gt=0, description="seconds of wall clock for one attempt")
+    record: Literal["text", "ids", "none"] = Field("text", description="what is kept of every attempt, under attempts/")
     cache_tokens: int = Field(65536, ge=64, description="tokens the native engine keeps cached")
 
 
@@ -198,7 +200,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     parser.add_argument("--config", metavar="FILE.toml", help="settings file")
     parser.add_argument("--model", metavar="DIR", dest="model.path", default=argparse.SUPPRESS,
                         help="short for --model.path: the Hugging Face folder to start from")
-    parser.add_argument("--input", metavar="FILE.jsonl", help='score: lines of {"ids": [...]}')
+    parser.add_argument("--input", metavar="PATH", help='score: lines of {"ids": [...]}; annotate: recorded attempts')
     parser.add_argument("--output", metavar="PATH", help="score: where to write (default: the terminal); export: folder")
     parser.add_argument("--resume", action="store_true", help="go on from the newest complete checkpoint")
     parser.add_argument("--dry-run", action="store_true", help="print settings and derived numbers, then stop")

@@ -11,6 +11,7 @@ from typing import Callable, Mapping, Sequence
 from oprd.core.types import Reminder
 from oprd.rollout.attempts import Attempt, Attempts, Outcome
 from oprd.rollout.follow import followed
+from oprd.rollout.tables import columns
 from oprd.sandbox.task import Task
 
 CLASSES = ("R1", "R2", "R3", "R4")
@@ -113,7 +114,4 @@ def table(rows: Sequence[tuple[str, Report]]) -> str:
     head = ["checkpoint", "resolved", "rate", *(f"{c} errors" for c in CLASSES), "following", "tokens"]
     body = [[name, f"{r.resolved}/{r.judged}", f"{100 * r.rate:.1f}%", *(str(r.events.get(c, 0)) for c in CLASSES),
              "-" if r.following is None else f"{100 * r.following:.1f}%", f"{r.tokens:.0f}"] for name, r in rows]
-    widths = [max(len(line[i]) for line in [head, *body]) for i in range(len(head))]
-    lines = ["  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths)))
-             for line in [head, *body]]
-    return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
+    return columns([head, *body])

@@ -79,6 +79,22 @@ def test_the_fates_of_every_step_add_up_to_the_attempts_asked_for(tiny):
         assert sum(v for name, v in json.loads(line).items() if name.startswith("fate/")) == 4
 
 
+def test_every_attempt_is_recorded_and_can_be_annotated(tiny, tmp_path, capsys):
+    config, run = tiny
+    for step in range(2):
+        rows = [json.loads(line) for line in (run / "oprd/attempts" / f"step_0000{step}.jsonl").read_text().splitlines()]
+        assert len(rows) == 4 and all(row["fate"] and row["turns"] for row in rows)
+    assert len((run / "oprd/eval/attempts/eval_00000.jsonl").read_text().splitlines()) == 2 * 3  # also with reminders
+    out = tmp_path / "events.jsonl"
+    command = ["--stage", "annotate", "--config", str(config), "--input", str(run / "oprd/attempts"), "--output", str(out)]
+    assert train.main(command) == 0
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()[2:4]] == ["4", "4"]
+    assert len(out.read_text().splitlines()) == 8 and list((run / "annotate" / "tensorboard").iterdir())
+    with pytest.raises(SystemExit):
+        train.main(command)
+    assert "events.jsonl exists" in capsys.readouterr().err
+
+
 def test_a_finished_recipe_is_kept_by_resume_and_refused_without(tiny, capsys):
     config, run = tiny
     before = {p: p.stat().st_mtime_ns for p in run.rglob("model/*")}

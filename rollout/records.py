@@ -1,0 +1,103 @@
+"""Attempts on the disk, one JSON line each: what people read, and what `--stage annotate` reads back.
+
+    {"id", "task_id", "statement", "ending", "resolved", "trouble", "fate", "turns": [...], "given": [...],
+     "local": [...], "global": {...} or null, "patch"}
+
+A turn is {"context": text before it, "reminder": text that it alone saw, "reply": what was sampled, "call", "problem",
+"observation": {"output", "exit_code", "is_error"}}. Reminders are {"category", "class", "text", "evidence", "turn",
+"confidence"}: `given` were inserted while the agent ran, `local` and `global` are the teacher's. With ids also
+"context_ids", "sampled_ids", "logprobs" and "version" of every turn.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Iterator, Mapping, Sequence
+
+from oprd.core.chat import Chat
+from oprd.core.types import Ending, Observation, Reminder, ToolCall, Trajectory, Turn
+from oprd.rollout.attempts import Outcome
+from oprd.rollout.recordings import write_jsonl
+from oprd.rollout.teach import Lesson
+
+
+def record(outcome: Outcome, chat: Chat, lesson: Lesson | None = None, ids: bool = False) -> dict[str, Any]:
+    """One attempt as a JSON object; `lesson`: what it taught."""
+    task, trajectory, verdict = outcome.attempt.task, outcome.trajectory, outcome.verdict
+    reminders = lesson.reminders if lesson else None
+    return {
+        "id": outcome.attempt.id, "task_id": task.instance_id, "statement": task.problem_statement,
+        "ending": trajectory.ending.value if trajectory else None,
+        "resolved": verdict.resolved if verdict and not outcome.trouble else None, "trouble": outcome.trouble,
+        "fate": lesson.fate if lesson else None,
+        "turns": [_turn(turn, chat, ids) for turn in trajectory.turns] if trajectory else [],
+        "given": [_reminder(r) for r in outcome.given],
+        "local": [_reminder(r) for r in reminders.local.values()] if reminders else [],
+        "global": _reminder(reminders.global_) if reminders and reminders.global_ else None,
+        "patch": outcome.patch.decode("utf-8", "replace"),
+    }
+
+
+class Keeper:
+    """Writes the attempts of a step or an evaluation as one file, in the order of their ids."""
+
+    def __init__(self, what: str, chat: Chat):
+        """what: `text`, `ids` (text and ids) or `none`."""
+        self.what, self.chat = what, chat
+
+    def __call__(self, path: Path, outcomes: Sequence[Outcome], lessons: Sequence[Lesson | None] = ()) -> None:
+        if self.what == "none":
+            return
+        pairs = sorted(zip(outcomes, lessons or [None] * len(outcomes), strict=True), key=lambda pair: pair[0].attempt.id)
+        write_jsonl(path, [record(outcome, self.chat, lesson, self.what == "ids") for outcome, lesson in pairs])
+
+
+def read_records(path: str | Path) -> Iterator[tuple[dict[str, Any], Trajectory]]:
+    """The attempts of a file that have a conversation, one at a time. FileNotFoundError; ValueError names the line."""
+    file = Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"{file}: no such file")
+    with file.open(encoding="utf-8") as lines:
+        for number, text in enumerate(lines, start=1):
+            if not text.strip():
+                continue
+            where = f"{file}:{number}"
+            try:
+                row = json.loads(text)
+            except ValueError as problem:
+                raise ValueError(f"{where}: not JSON ({problem}); is the line cut off?") from None
+            try:
+                if row["turns"]:
+                    yield row, _trajectory(row)
+            except (KeyError, TypeError, ValueError) as problem:
+                raise ValueError(f"{where}: is no recorded attempt ({type(problem).__name__}: {problem})") from None
+
+
+def _turn(turn: Turn, chat: Chat, ids: bool) -> dict[str, Any]:
+    text, seen = chat.tokenizer.decode, turn.observation
+    made = {
+        "context": text(turn.context_ids), "reminder": text(turn.reminder_ids) or None, "reply": turn.text,
+        "call": {"name": turn.call.name, "arguments": dict(turn.call.arguments)} if turn.call else None,
+        "problem": turn.problem,
+        "observation": {"output": seen.output, "exit_code": seen.exit_code, "is_error": seen.is_error} if seen else None,
+    }
+    if ids:
+        made |= {"context_ids": list(turn.context_ids), "sampled_ids": list(turn.sampled_ids),
+                 "logprobs": list(turn.logprobs), "version": turn.version}
+    return made
+
+
+def _reminder(r: Reminder) -> dict[str, Any]:
+    return {"category": r.category, "class": r.class_, "text": r.text, "evidence": r.evidence, "turn": r.turn,
+            "confidence": r.confidence}
+
+
+def _trajectory(row: Mapping[str, Any]) -> Trajectory:
+    """A recorded conversation without its ids: what reminders and annotation look at."""
+    turns = tuple(
+        Turn((), (), text=t["reply"], problem=t["problem"],
+             call=ToolCall(t["call"]["name"], t["call"]["arguments"]) if t["call"] else None,
+             observation=Observation(**t["observation"]) if t["observation"] else None)
+        for t in row["turns"])
+    return Trajectory(row["id"], row["task_id"], turns, (), Ending(row["ending"]))
