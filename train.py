@@ -23,12 +23,12 @@ from oprd.core import config as settings
 from oprd.core import hf
 from oprd.core.config import Config
 from oprd.core.data import Order, read_sft, read_text
-from oprd.core.metrics import Last, Log, Mean, Progress, Sum
+from oprd.core.metrics import Last, Log, Mean, Progress, Sum, next_number
 from oprd.core.model import Model
 from oprd.core.score import read_lines, score_lines
 from oprd.core.objective import Distillation, Objective
 from oprd.core.plan import (chat_of, check_fits, check_oprd, check_recipe, data_file, describe, done, random_model,
-                            refresh_steps, stage_folder, starting_point, total_steps)
+                            refresh_steps, stage_folder, starting_point, total_steps, write_settings)
 from oprd.core.tokenizer import train_bpe
 from oprd.core.trainer import Plan, Stopped, Trainer
 from oprd.parallel.mesh import Mesh
@@ -45,9 +45,6 @@ from oprd.sandbox.box import Broke
 from oprd.sandbox.task import read_tasks
 
 RECIPE = {"base": "pretrain", "+ Coding SFT": "coding-sft", "+ IF SFT": "if-sft", "+ OPRD": "oprd"}  # table row: stage
-
-MAY_CHANGE = ("run.folder", "run.threads", "train.keep", "train.checkpoint_every", "rollout.verifiers", "rollout.record",
-              "eval.", "microswe.")
 
 
 def main(argv: list[str]) -> int:
@@ -233,7 +230,7 @@ def annotation(config: Config, options) -> None:
     if options.output:
         recordings.write_jsonl(Path(options.output), lines)
     folder = Path(config.run.folder) / "annotate"
-    with Log(folder, number := lines_in(folder / "metrics.jsonl")) as log:
+    with Log(folder, number := next_number(folder)) as log:
         for i, seen in enumerate(found, start=number):
             log.write(i, {metric: Last(value) for metric, value in seen.scalars(harness.rubric).items()})
     print(annotation_table(found, harness.rubric))
@@ -295,32 +292,12 @@ def evaluate_model(config: Config, path: Path, folder: Path, name: str) -> Repor
         engine.close()
         bar.close()
     write_settings(config, folder, "eval")
-    number = lines_in(folder / "metrics.jsonl")  # an evaluation never replaces another
+    number = next_number(folder)  # an evaluation never replaces another
     Keeper(config.rollout.record, chat)(folder / "attempts" / f"eval_{number:05d}.jsonl", outcomes)
     with Log(folder, number) as log:
         log.write(number, {metric: Last(value) for metric, value in report.scalars().items()})
     report.save(folder)
     return report
-
-
-def lines_in(file: Path) -> int:
-    if not file.exists():
-        return 0
-    with file.open("rb") as lines:
-        return sum(1 for _ in lines)
-
-
-def write_settings(config: Config, folder: Path, stage: str, resume: bool = False) -> None:
-    """The resolved settings, before step 0. A resume that would not continue the same run is a ValueError."""
-    file, aside = folder / "settings.toml", folder / "settings.toml.tmp"
-    if resume and file.exists():
-        changed = settings.changes(settings.load(str(file), stage, {}), config)
-        if new := [c for c in changed if not c.startswith(MAY_CHANGE)]:
-            raise ValueError(f"{folder} was started with other settings than {', '.join(new)}; resume with the same "
-                             "ones or choose another run.folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    aside.write_text(settings.dump(config), encoding="utf-8")
-    aside.rename(file)
 
 
 def attempt_seed(*parts: int) -> int:

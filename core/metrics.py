@@ -133,6 +133,15 @@ class Log:
         self.close()
 
 
+def next_number(folder: Path) -> int:
+    """How many lines a folder's log has: the number of the next evaluation or annotation."""
+    file = folder / "metrics.jsonl"
+    if not file.exists():
+        return 0
+    with file.open("rb") as lines:
+        return sum(1 for _ in lines)
+
+
 def _truncate(path: Path, first_step: int) -> None:
     """Keep the lines before `first_step`; a line that a kill cut short goes too."""
     if not path.exists():

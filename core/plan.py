@@ -8,6 +8,7 @@ from typing import Sequence
 
 import torch
 
+from oprd.core import config as settings
 from oprd.core import hf, sources
 from oprd.core.chat import Chat
 from oprd.core.config import Config
@@ -20,6 +21,9 @@ FOLDERS = {"microswe": "random", "pretrain": "base", "coding-sft": "coding-sft",
 BEFORE = {"pretrain": "microswe", "coding-sft": "pretrain", "if-sft": "coding-sft", "oprd": "if-sft", "eval": "oprd"}
 DATA = {"pretrain": "pretrain.jsonl", "coding-sft": "coding_sft.jsonl", "if-sft": "if_sft.jsonl",
         "oprd": "oprd_tasks.jsonl", "eval": "validation_tasks.jsonl"}
+
+MAY_CHANGE = ("run.folder", "run.threads", "train.keep", "train.checkpoint_every", "rollout.verifiers", "rollout.record",
+              "eval.", "microswe.")
 
 
 def stage_folder(config: Config, stage: str) -> Path:
@@ -161,3 +165,16 @@ def memory(model: Model, config: Config, teacher: bool) -> list[str]:
     mib = lambda size: f"{size / 2**20:,.0f} MiB"  # noqa: E731
     return [f"parameters      {n:,}", f"memory          {mib(state + copies + activations)} (weights, gradients, Adam "
             f"{mib(state)}; copies {mib(copies)}; activations {mib(activations)})"]
+
+
+def write_settings(config: Config, folder: Path, stage: str, resume: bool = False) -> None:
+    """The resolved settings, before step 0. A resume that would not continue the same run is a ValueError."""
+    file, aside = folder / "settings.toml", folder / "settings.toml.tmp"
+    if resume and file.exists():
+        changed = settings.changes(settings.load(str(file), stage, {}), config)
+        if new := [c for c in changed if not c.startswith(MAY_CHANGE)]:
+            raise ValueError(f"{folder} was started with other settings than {', '.join(new)}; resume with the same "
+                             "ones or choose another run.folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    aside.write_text(settings.dump(config), encoding="utf-8")
+    aside.rename(file)
