@@ -139,7 +139,7 @@ class _Chunks:
         total = layout.spread(g[..., None], wide).cumsum(1)
         last = total[:, -1:]
         self.fall, self.rest, self.whole = total.exp(), (last - total).exp(), last.exp()
-        # masked before exp(): the differences above the diagonal are positive and could overflow
+        # masked before exp(), which would overflow above the diagonal, where differences are positive
         above = torch.ones(total.shape[1], total.shape[1], dtype=torch.bool, device=total.device).triu(1)
         self.between = (total - total.mT).masked_fill_(above, float("-inf")).exp_()
         self.fallen_q, self.fallen_k, self.left_k = (

@@ -69,3 +69,32 @@ def test_a_step_equals_one_token_and_writes_the_windows_in_place():
     wanted, after = short_conv(x, weight, bounds([1] * 6), windows)
     same(short_conv_step(x, weight, windows), wanted)
     same(windows, after)
+
+
+def test_it_is_the_convolution_of_transformers():
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs
+
+    x, weight, windows = (t.detach() for t in inputs([1] * 6))
+    state = torch.cat([torch.zeros_like(windows[:, :1]), windows], dim=1).transpose(1, 2).contiguous()
+    wanted = theirs.causal_conv1d_update(x[:, :, None], state, weight, None, "silu")[:, :, 0]
+    same(short_conv_step(x, weight, windows), wanted)
+    same(windows, state[:, :, 1:].transpose(1, 2))
+
+
+def test_channels_may_be_a_view_and_no_input_is_written_to():
+    x, weight, windows = inputs(LENGTHS)
+    wide = torch.cat([x, x], dim=1).detach()
+    before = wide.clone(), windows.detach().clone()
+    got, wanted = (short_conv(t, weight, bounds(LENGTHS), windows) for t in (wide[:, :3], x))
+    for a, b in zip(got, wanted):
+        same(a, b)
+    assert torch.equal(wide, before[0]) and torch.equal(windows, before[1])
+
+
+@pytest.mark.parametrize("lengths", [[0], [0, 0]])
+def test_without_tokens_the_windows_stay_and_their_gradient_passes(lengths):
+    x, weight, windows = inputs(lengths)
+    out, after = short_conv(x, weight, bounds(lengths), windows)
+    assert out.shape == (0, 3) and torch.equal(after, windows)
+    after.sum().backward()
+    assert torch.equal(windows.grad, torch.ones_like(windows))
