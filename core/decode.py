@@ -192,6 +192,7 @@ class _DeltaRows:
         self.projections = _behind(block.input_layernorm, *(part.weight for part in parts))
         self.conv = m.conv1d.weight.squeeze(1)
         self.out = m.out_proj.weight.T.contiguous()
+        self.decay, self.norm = -m.A_log.exp(), m.norm.scale
         state, window = m.fresh(m.conv1d.weight.new_empty(self.sizes[0]))
         self.states, self.windows = state.repeat(rows, 1, 1, 1), window.repeat(rows, 1, 1)
         self.entries: list[RecurrentEntry] = []  # as they joined, one per occupied row: the points to rewind to
@@ -216,8 +217,10 @@ class _DeltaRows:
         m, n = self.mixer, now.n
         qkv, z, b, a = F.linear(_normed(x, self.eps), self.projections).split(self.sizes, dim=-1)
         q, k, v = m.heads(short_conv_step(qkv, self.conv, self.windows[:n]))
-        out = gated_delta_rule_step(q, k, v, *m.gates(a, b), self.states[:n])
-        return torch.addmm(x, m.gated_norm(out, z.unflatten(-1, (-1, m.value_size))).flatten(1), self.out)
+        g = F.softplus(a + m.dt_bias) * self.decay
+        out = gated_delta_rule_step(q, k, v, g, b.sigmoid(), self.states[:n])
+        out = F.rms_norm(out, self.norm.shape, self.norm, self.eps).flatten(1) * F.silu(z)
+        return torch.addmm(x, out, self.out)
 
 
 class _Dense:
