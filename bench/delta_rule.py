@@ -66,8 +66,9 @@ def main() -> None:
             for threads in (1, 2):
                 torch.set_num_threads(threads)
                 best = fastest(sides, rounds)
-                print(f"| {shape:<14} | {packing:<9} | {threads} | {best['ours'] * 1e3:.1f} | {best['theirs'] * 1e3:.1f} "
-                      f"| {best['theirs'] / best['ours']:.2f} |", flush=True)
+                mine, their = best["ours"], best["theirs"]
+                print(f"| {shape:<14} | {packing:<9} | {threads} | {mine * 1e3:.1f} | {their * 1e3:.1f} "
+                      f"| {their / mine:.2f} |", flush=True)
 
 
 if __name__ == "__main__":
