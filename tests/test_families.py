@@ -60,8 +60,8 @@ def test_packed_logits_and_all_gradients_equal_those_of_transformers_on_each_seq
         for own, gradient, mine in pairs(text_name(stored), p.grad, grads, ours.config):
             reference = next(x for n, _, x in pairs(text_name(stored), p.grad, true, ours.config)
                              if n == own and x.shape == mine.shape)
-            # 1e-4, or where float32 itself is no better: what transformers is away from float64
-            limit = max(1e-4, distance(gradient, reference))
+            # 1e-4, or where float32 itself is worse: what two computations as far from float64 as transformers' may differ
+            limit = max(1e-4, 3 * distance(gradient, reference))
             assert distance(mine, gradient) < limit, (stored, distance(mine, gradient), limit)
             seen.add(own)
     assert seen == set(grads)
