@@ -2,7 +2,7 @@
 
 A judge sees one Case, the visible prefix at one insertion boundary, and nothing else: no later turn, no verifier
 label, no task field beside the statement. It proposes; `select.py` gates and chooses. The scripted judge of MicroSWE
-is in `scripted.py`.
+is in `scripted.py`, the one that asks a model in `model_judge.py`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from typing import Protocol
 
 from oprd.core.types import Observation, Reminder, ToolCall
 from oprd.rollout.toolresult import ToolResult, is_test, is_validation, same_file, tool_result
+
+SLOT_TEXTS = {"path": "the named path", "target": "the named case", "name": "a sibling", "line": "the failure"}
+"""What an action's slot holds when the evidence fills it with nothing."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Callable, Iterator
 
-from oprd.rollout.judge import Candidate, Case
+from oprd.rollout.judge import SLOT_TEXTS, Candidate, Case
 from oprd.rollout.rubric import Rubric
 from oprd.rollout.toolresult import PATH, ToolResult, clean_path, is_test, same_file
 
@@ -63,8 +63,8 @@ class ScriptedJudge:
         for detect in DETECTORS:
             for name, confidence, evidence, slots in detect(case, ask):
                 if name in self.rubric:
-                    filled = {"path": ask.path or "the named path", "target": ask.target or "the named case",
-                              "name": "a sibling", "line": "the failure", **slots}
+                    known = {"path": ask.path, "target": ask.target}
+                    filled = {**SLOT_TEXTS, **{slot: text for slot, text in known.items() if text}, **slots}
                     proposed.append(Candidate(name, self.rubric[name].text(**filled), evidence, confidence))
         return proposed
 
