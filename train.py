@@ -146,10 +146,11 @@ def oprd(config: Config, load, resume: bool) -> None:
         attempts = [Attempt(f"step{step}/{i}.{j}/{task.instance_id}", task, attempt_seed(seed, step, i, j))
                     for i, task in enumerate(chosen) for j in range(o.attempts_per_task)]
         outcomes = pool.run(attempts)
-        lessons = [teach(outcome) for outcome in outcomes]
+        lessons = harness.each(teach, outcomes)
         keep(stage_folder(config, "oprd") / "attempts" / f"step_{step:05d}.jsonl", outcomes, lessons)
         found = {name: Mean(*pair) for name, pair in measured(outcomes, lessons).items()}
         found |= {f"fate/{name}": Sum(n) for name, n in fates(lessons).items()}
+        found |= {name: Sum(n) for name, n in harness.judge_counts().items()}
         return [lesson.example for lesson in lessons if lesson.example], found
 
     try:
@@ -295,7 +296,8 @@ def evaluate_model(config: Config, path: Path, folder: Path, name: str) -> Repor
     number = next_number(folder)  # an evaluation never replaces another
     Keeper(config.rollout.record, chat)(folder / "attempts" / f"eval_{number:05d}.jsonl", outcomes)
     with Log(folder, number) as log:
-        log.write(number, {metric: Last(value) for metric, value in report.scalars().items()})
+        scalars = {**report.scalars(), **harness.judge_counts()}
+        log.write(number, {metric: Last(value) for metric, value in scalars.items()})
     report.save(folder)
     return report
 

@@ -121,7 +121,17 @@ class SandboxSettings(Section):
 class Reminders(Section):
     local: bool = Field(True, description="Turn-local Reminders in the teacher's view")
     global_: bool = Field(True, alias="global", description="the Global Reminder in the teacher's view")
-    judge: Literal["none", "scripted"] = Field("scripted", description="who decides the contextual categories")
+    judge: Literal["none", "scripted", "model"] = Field("scripted", description="who decides the contextual categories")
+    judge_url: str = Field("", description="judge = model: the endpoint before /chat/completions, as "
+                                           "http://host:8000/v1; or engine, the rollout engine itself")
+    judge_model: str = Field("", description="judge = model: the model's name at the endpoint")
+    judge_key_variable: str = Field("", description="environment variable that holds the endpoint's key; empty: none")
+    judge_body: str = Field('{"temperature": 0, "max_tokens": 1024}',
+                            description="JSON object: what else every request holds")
+    judge_request_s: float = Field(60.0, gt=0, description="seconds for one request to the judge")
+    judge_total_s: float = Field(150.0, gt=0, description="seconds for one question with its retries; then no decision")
+    judge_concurrency: int = Field(8, ge=1, description="requests to the judge under way at once")
+    judge_cache: str = Field("", description="folder of the judge's answers; empty: judge/ under run.folder")
     classes: tuple[Literal["R1", "R2", "R3", "R4"], ...] = Field(("R1", "R2", "R3", "R4"),
                                                                  description="reminder classes in use")
     disabled: tuple[str, ...] = Field((), description="rubric categories that are switched off")

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any, Callable, Mapping, TypeVar
 
 from oprd.core.chat import Chat
-from oprd.rollout.endpoint import Completer, Counts, Malformed, Messages, NoAnswer
+from oprd.core.config import Config
+from oprd.rollout.endpoint import Completer, Counts, Endpoint, EndpointSettings, Malformed, Messages, NoAnswer
 from oprd.rollout.engine import Engine, Sampling
 from oprd.rollout.judge_cache import Cache
 
@@ -67,19 +69,37 @@ class Asker:
         return None, None
 
 
+def asker_of(config: Config, chat: Chat | None) -> Asker:
+    """The asker of a run's settings (reminders.judge_*). Raises ValueError for settings that cannot work."""
+    r, counts = config.reminders, Counts()
+    try:
+        body = json.loads(r.judge_body)
+    except ValueError:
+        body = None
+    if not isinstance(body, dict) or body.keys() & {"model", "messages", "stream"}:
+        raise ValueError(f"reminders.judge_body = {r.judge_body!r} must be a JSON object without model, "
+                         "messages and stream")
+    if r.judge_url == "engine":
+        new_tokens = body.get("max_tokens", config.rollout.max_turn_tokens)
+        return Asker(EngineChat(chat, config.rollout.max_context_tokens, new_tokens), None, counts)
+    settings = EndpointSettings(r.judge_url, r.judge_model, r.judge_key_variable, body, r.judge_request_s,
+                                r.judge_total_s, concurrency=r.judge_concurrency)
+    return Asker(Endpoint(settings, counts), Cache(r.judge_cache or Path(config.run.folder) / "judge"), counts)
+
+
 class EngineChat:
     """A Completer over the rollout engine: greedy, in the chat frame of the policy. Its answers are not kept, since
     the policy changes from step to step. `engine` may be set later; until then every question is refused."""
 
     identity = ""
 
-    def __init__(self, chat: Chat, max_context_tokens: int, max_new_tokens: int, engine: Engine | None = None):
+    def __init__(self, chat: Chat | None, max_context_tokens: int, max_new_tokens: int, engine: Engine | None = None):
         self.engine, self._chat = engine, chat
         self._context, self._new = max_context_tokens, max_new_tokens
 
     def complete(self, messages: Messages) -> str:
-        ids = self._prompt(messages)
-        if self.engine is None or len(ids) + self._new > self._context:
+        ids = self._prompt(messages) if self.engine else []
+        if not ids or len(ids) + self._new > self._context:
             raise NoAnswer("refused")
         session = f"judge/{Cache.key(list(messages))}/{id(ids)}"  # a session takes one request at a time
         try:

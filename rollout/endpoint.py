@@ -93,7 +93,7 @@ class Endpoint:
         if at.scheme not in ("http", "https") or not at.hostname:
             raise ValueError(f"judge url = {s.url!r} must look like http://host:8000/v1")
         if at.username or at.password or at.query:
-            raise ValueError("judge url must hold neither user, password nor query; keys come from an environment variable")
+            raise ValueError("judge url must hold no user, password or query; keys come from an environment variable")
         if not s.model:
             raise ValueError("the judge needs the name of the model that answers (reminders.judge_model)")
         self._settings, self._counts = s, counts

@@ -2,7 +2,8 @@
 
 Made from verifier evidence alone (test status and log), for attempts whose patch really ran and failed. Failures with
 one root cause are one signal, root causes stand before their consequences, five signals at most, and nothing of the
-reference patch or of the hidden tests' bodies gets through.
+reference patch or of the hidden tests' bodies gets through (`leaks.py`). The signals are read off the log by the
+patterns below, or picked by a model (`evidence_judge.py`); text, order, number and filter are the same for both.
 
     Rejected: 3 passed, 1 failed. Changed src/zuvo.py.
     tests/test_zuvo.py:8 test_kemi: AssertionError: 'zuvo' != 'lami'
@@ -12,10 +13,11 @@ reference patch or of the hidden tests' bodies gets through.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Callable, Iterable, Sequence
 
 from oprd.core.types import Reminder
+from oprd.rollout.leaks import Secrets
 from oprd.sandbox.task import Task
 from oprd.sandbox.verify import Verdict
 
@@ -23,6 +25,7 @@ CATEGORY = "test_outcome_feedback"
 MAX_SIGNALS = 5
 MAX_MESSAGE = 160  # characters of one failure's message
 MAX_NAMED = 2  # tests or files named in one list; the rest are counted
+WITHHELD = "failed"  # instead of a message that shows a secret
 ADVICE = "Read the task again and make one consistent fix."
 
 KINDS: tuple[tuple[str, int, str], ...] = (  # (kind, rank, what its message looks like), the first that fits
@@ -59,24 +62,44 @@ class Signal:
     message: str
 
     def line(self) -> str:
-        return " ".join(part for part in (self.place, _named(self.tests) + ":", self.message) if part)
+        message = self.message.strip()[:MAX_MESSAGE]
+        return " ".join(part for part in (self.place, _named(self.tests) + ":", message) if part)
 
 
-def global_reminder(task: Task, verdict: Verdict) -> Reminder | None:
-    """The Global Reminder of one finished attempt, or None when it is not eligible (see `ineligible`)."""
+Evidence = Callable[[Task, Verdict], "list[Signal] | None"]  # a model's signals; None: no decision
+
+
+def global_reminder(task: Task, verdict: Verdict, evidence: Evidence = lambda task, verdict: None) -> Reminder | None:
+    """The Global Reminder of one finished attempt, or None when it is not eligible (see `ineligible`). Where
+    `evidence` decides nothing, the signals are those of `find_signals`."""
     if ineligible(verdict):
         return None
     failed = verdict.failed_f2p + verdict.failed_p2p
-    passed = len(task.fail_to_pass) + len(task.pass_to_pass) - len(failed)
-    touched = tuple(path for path in verdict.touched if path not in verdict.reverted)
-    signals = [s for s in rank(find_signals(verdict.log, failed)) if not leaks(s.line(), task)][:MAX_SIGNALS]
-    head = f"Rejected: {passed} passed, {len(failed)} failed. Changed {_named(touched)}."
-    text = "\n".join([head, *(signal.line() for signal in signals), ADVICE])
-    return Reminder(CATEGORY, "G", text, evidence=", ".join(failed[:MAX_SIGNALS]))
+    signals = evidence(task, verdict) or find_signals(verdict.log, failed)
+    return Reminder(CATEGORY, "G", verification_feedback(task, verdict, signals),
+                    evidence=", ".join(failed[:MAX_SIGNALS]))
+
+
+def verification_feedback(task: Task, verdict: Verdict, signals: Iterable[Signal]) -> str:
+    """What failed and where. A message that shows a piece of a secret is withheld; the failure is still named."""
+    secrets = Secrets.of(task)
+    shown = [replace(s, message=WITHHELD) if secrets.shown_in(s.message) else s for s in rank(signals)]
+    lines = [s.line() for s in shown if not secrets.shown_in(s.line())][:MAX_SIGNALS]
+    failed = len(verdict.failed_f2p) + len(verdict.failed_p2p)
+    passed = len(task.fail_to_pass) + len(task.pass_to_pass) - failed
+    head = f"Rejected: {passed} passed, {failed} failed. Changed {_named(touched(verdict))}."
+    text = "\n".join([head, *lines, ADVICE])
+    return "\n".join([head, ADVICE]) if secrets.shown_in(text) else text  # a secret that only two lines make whole
+
+
+def touched(verdict: Verdict) -> tuple[str, ...]:
+    """The files whose change was graded."""
+    return tuple(path for path in verdict.touched if path not in verdict.reverted)
 
 
 def ineligible(verdict: Verdict) -> str | None:
-    """Why an attempt gets no Global Reminder, or None when it may have one."""
+    """Why an attempt gets no Global Reminder, or None when it may have one. The paper's gates: a non-empty patch, zero
+    reward, not accepted, applied where it was verified, and a verdict that a retry would not change (`valid`)."""
     if not verdict.valid:
         return "the verdict is not valid"
     if verdict.resolved:
@@ -91,23 +114,23 @@ def ineligible(verdict: Verdict) -> str | None:
 def find_signals(log: str, failed: Sequence[str]) -> list[Signal]:
     """One signal per failure in the log (compiler diagnostics, then test blocks), and one for every failed test that
     the log says nothing about. `failed`: the tests that should have passed; other tests' failures are left out."""
-    names = {_short(test) for test in failed}
+    names = {short(test) for test in failed}
     found = [_signal((), f"{m['file'].removeprefix('./')}:{m['line']}", m["message"])
              for m in COMPILER.finditer(log) if not m["file"].endswith("_test.go") or "undefined" in m["message"]]
     explained = set()
     for name, block in _blocks(log):
-        shown = _short(name)
+        shown = short(name)
         tests = {shown} & names
         if "_FailedTest" in block or "ERROR collecting" in block:  # a whole file did not load: it explains its tests
             shown = name.rsplit("/", 1)[-1].removesuffix(".py")
-            tests = {_short(test) for test in failed if shown in test}
+            tests = {short(test) for test in failed if shown in test}
         if tests:
             explained |= tests
             found.append(_signal((shown,), *_what(block)))
     for m in SUMMARY.finditer(log):
-        if _short(m["test"]) in names - explained:
-            explained.add(_short(m["test"]))
-            found.append(_signal((_short(m["test"]),), m["test"].split("::")[0], m["message"]))
+        if short(m["test"]) in names - explained:
+            explained.add(short(m["test"]))
+            found.append(_signal((short(m["test"]),), m["test"].split("::")[0], m["message"]))
     if any(signal.rank == 0 and not signal.tests for signal in found):
         return found
     return found + [_signal((name,), "", "did not pass") for name in sorted(names - explained)]
@@ -124,18 +147,9 @@ def rank(signals: Iterable[Signal]) -> list[Signal]:
     return sorted(merged.values(), key=lambda signal: signal.rank)
 
 
-def leaks(text: str, task: Task) -> bool:
-    """Whether a text shows a line that the reference patch or the hidden tests add."""
-    shown = "".join(text.split())
-    added = (line[1:] for diff in (task.patch, task.test_patch) for line in diff.splitlines()
-             if line.startswith("+") and not line.startswith("+++"))
-    return any(len(plain) >= 8 and re.search(r"\w", plain) and plain in shown
-               for plain in ("".join(line.split()) for line in added))
-
-
 def _signal(tests: tuple[str, ...], place: str, message: str) -> Signal:
     kind, order = next((kind, order) for kind, order, looks in KINDS if re.search(looks, message))
-    return Signal(kind, order, tests, place, message.strip()[:MAX_MESSAGE])
+    return Signal(kind, order, tests, place, message.strip())
 
 
 def _blocks(log: str) -> list[tuple[str, str]]:
@@ -153,16 +167,16 @@ def _what(block: str) -> tuple[str, str]:
     """(place, message) of a failure: the line the runner marks as its reason, else the last exception raised."""
     quoted = QUOTED.findall(block)
     raised = [line for line in quoted if RAISED.match(line)][:1] or quoted[:1] or RAISED.findall(block)
-    places = [f"{_near(m['py'] or m['file'])}:{m['pyline'] or m['line']}" for m in PLACE.finditer(block)]
+    places = [f"{near(m['py'] or m['file'])}:{m['pyline'] or m['line']}" for m in PLACE.finditer(block)]
     return places[-1] if places else "", raised[-1] if raised else "failed"
 
 
-def _near(path: str) -> str:
+def near(path: str) -> str:
     """A path without the sandbox's folders: its last two parts."""
     return "/".join(path.split("/")[-2:])
 
 
-def _short(test: str) -> str:
+def short(test: str) -> str:
     """A test's own name: `test_a (test_x.Test.test_a)`, `tests/x.py::Test::test_a` and `Test.test_a` are `test_a`."""
     name, bracket, parameters = test.partition("[")
     return re.split(r"::|\.(?=\w+$)", name.split(" ")[0])[-1] + bracket + parameters

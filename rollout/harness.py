@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from typing import Mapping
+from typing import Callable, Mapping, Sequence, TypeVar
 
 from oprd.core.chat import Chat
 from oprd.core.config import Config, Eval, Rollout
 from oprd.rollout.agent import AgentLimits, Remind
+from oprd.rollout.ask import Asker, EngineChat, asker_of
 from oprd.rollout.attempts import Attempts, OpenBox, Outcome
 from oprd.rollout.engine import Engine, Sampling
+from oprd.rollout.evidence_judge import EvidenceJudge
 from oprd.rollout.events import count_by_class, error_events
 from oprd.rollout.global_reminder import global_reminder
 from oprd.rollout.judge import Judge, NoJudge
+from oprd.rollout.model_judge import ModelJudge
 from oprd.rollout.rubric import MICRO, Rubric, load_rubric
 from oprd.rollout.scripted import ScriptedJudge
 from oprd.rollout.select import SelectSettings, annotate_trajectory, remind
@@ -20,6 +24,8 @@ from oprd.rollout.teach import Reminded
 from oprd.sandbox.box import Limits
 from oprd.sandbox.opener import opener
 from oprd.sandbox.sweep import run_label, sweep
+
+A, B = TypeVar("A"), TypeVar("B")
 
 
 class Harness:
@@ -37,8 +43,11 @@ class Harness:
         for name in r.disabled:
             if name not in self.rubric:
                 raise ValueError(f"reminders.disabled names {name!r}, which is no category of the rubric")
-        scripted = r.judge == "scripted"
-        self.judge: Judge = ScriptedJudge(self.rubric) if scripted else NoJudge()
+        self.judge: Judge = ScriptedJudge(self.rubric) if r.judge == "scripted" else NoJudge()
+        self.asker: Asker | None = None  # whom the model judges ask
+        if r.judge == "model":
+            self.asker = asker_of(config, chat)
+            self.judge = ModelJudge(self.rubric, self.asker)
         scopes = tuple(name for name, on in (("global", r.global_), ("local", r.local)) if on)
         self.selection = SelectSettings(budget=r.budget, family_cap=r.family_cap, classes=r.classes, off=r.disabled,
                                         scopes=scopes)
@@ -60,6 +69,8 @@ class Harness:
     def pool(self, engine: Engine, sampling: Rollout | Eval) -> Attempts:
         """Runs attempts under this run's limits, sampling as the given section says."""
         r, stop = self.config.rollout, self.chat.stop_ids
+        if self.asker and isinstance(self.asker.completer, EngineChat):
+            self.asker.completer.engine = engine
         limits = AgentLimits(self.config.chat.system, r.max_turns, r.max_context_tokens, r.max_turn_tokens,
                              r.max_malformed, r.attempt_s, self.config.sandbox.command_s,
                              self.config.sandbox.tests_s, self.config.chat.tools)
@@ -74,8 +85,20 @@ class Harness:
         """The reminders of a finished attempt, for its teacher."""
         task, trajectory = outcome.attempt.task, outcome.trajectory
         local = annotate_trajectory(task.problem_statement, trajectory, self.rubric, self.judge, self.selection)
-        whole = global_reminder(task, outcome.verdict) if "global" in self.selection.scopes else None
+        evidence = [EvidenceJudge(self.asker)] if self.asker else []
+        whole = global_reminder(task, outcome.verdict, *evidence) if "global" in self.selection.scopes else None
         return Reminded(whole, local.reminders)
+
+    def each(self, do: Callable[[A], B], items: Sequence[A]) -> list[B]:
+        """`do` of every item, in order; at once where it waits for a judge that is a model."""
+        if self.asker is None:
+            return [do(item) for item in items]
+        with ThreadPoolExecutor(self.config.reminders.judge_concurrency) as pool:
+            return list(pool.map(do, items))
+
+    def judge_counts(self) -> dict[str, int]:
+        """What became of the questions to a judge that is a model since the last call, by metric name."""
+        return {f"judge/{name}": n for name, n in self.asker.counts.take().items()} if self.asker else {}
 
     def events(self, outcome: Outcome) -> Mapping[str, int]:
         """Error events of a finished attempt by class, each fine category at most once."""

@@ -2,7 +2,8 @@
 
 import pytest
 
-from oprd.rollout.global_reminder import MAX_SIGNALS, find_signals, global_reminder, leaks, rank
+from oprd.rollout.global_reminder import MAX_SIGNALS, find_signals, global_reminder, rank
+from oprd.rollout.leaks import Secrets
 from oprd.sandbox.microswe import generate
 from oprd.sandbox.task import Task
 from oprd.sandbox.verify import Verdict
@@ -115,13 +116,14 @@ def test_pytest_and_go_logs_are_read_too():
     assert kinds == [("reference", "undef/u.go:4"), ("assertion", "f_test.go:11")]
 
 
-def test_a_signal_that_shows_a_line_of_the_reference_patch_or_of_a_hidden_test_is_left_out():
+def test_a_message_that_shows_a_line_of_the_reference_patch_or_of_a_hidden_test_is_withheld():
     gold = "--- a/f\n+++ b/f\n+    return compute(total, rate)\n"
     leaky = block("test_a", "AssertionError: expected return  compute(total, rate)") + block("test_b", "KeyError: 'k'")
-    text = global_reminder(task(gold, "", ("test_a", "test_b"), ()), verdict(failed_f2p=("test_a", "test_b"), log=leaky)).text
-    assert "compute" not in text and "test_b" in text
-    assert leaks("see self.assertEqual(f(1), 22)", task("", "+++ b/t\n+    self.assertEqual(f(1), 22)\n"))
-    assert not leaks("AssertionError: 1 != 22", task("", "+++ b/t\n+    self.assertEqual(f(1), 22)\n"))
+    asked = task(gold, "", ("test_a", "test_b"), ())
+    text = global_reminder(asked, verdict(failed_f2p=("test_a", "test_b"), log=leaky)).text
+    assert "compute" not in text and "test_a: failed" in text and "test_b: KeyError: 'k'" in text
+    secrets = Secrets.of(task("", "+++ b/t\n+    self.assertEqual(f(1), 22)\n"))
+    assert secrets.shown_in("see self.assertEqual(f(1), 22)") and not secrets.shown_in("AssertionError: 1 != 22")
 
 
 @pytest.mark.parametrize("index", range(8))
