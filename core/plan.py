@@ -23,7 +23,8 @@ DATA = {"pretrain": "pretrain.jsonl", "coding-sft": "coding_sft.jsonl", "if-sft"
         "oprd": "oprd_tasks.jsonl", "eval": "validation_tasks.jsonl"}
 
 MAY_CHANGE = ("run.folder", "run.threads", "train.keep", "train.checkpoint_every", "rollout.verifiers", "rollout.record",
-              "eval.", "microswe.")
+              "eval.", "microswe.", *(f"reminders.judge_{name} " for name in (
+                  "url", "key_variable", "request_s", "total_s", "concurrency", "cache")))
 
 
 def stage_folder(config: Config, stage: str) -> Path:

@@ -1,7 +1,7 @@
 """A chat client for any OpenAI-compatible endpoint, with every wait bounded and every trouble counted.
 
 A question is one `complete()`. It may take several requests: what may pass (429, 5xx, a lost connection, a time-out)
-is tried again after a pause that doubles, or that the server names in Retry-After, until `total_s` is spent. Then,
+is tried again after a pause that doubles, or longer where the server asks so in Retry-After, until `total_s` is spent. Then,
 and at once for what will not pass (401, 404, 422 ...), there is no answer: `NoAnswer`, never anything else.
 
 A server that stays away must not slow a run down: after PATIENCE questions in a row without an answer the next ones
@@ -133,7 +133,7 @@ class Endpoint:
             if not passes:
                 self._warn(f"the judge refuses questions with status {status}; they count as no decision")
                 raise NoAnswer("refused")
-            wait = pause * random.uniform(0.75, 1.25) if retry_after is None else retry_after
+            wait = max(pause * random.uniform(0.75, 1.25), retry_after or 0.0)  # a server may ask for 0 s, for ever
             pause *= 2
             now = time.monotonic()
             if now + wait >= deadline:

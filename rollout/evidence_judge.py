@@ -34,8 +34,8 @@ tests passed, failed or never ran, the files the patch touched, and the raw log.
 
 Pick the root causes from the log, {MAX_SIGNALS} at most: failures that come from the same cause are one signal, and \
 what only follows from another failure is none. Failures of interface, argument, syntax, reference, symbol, path or \
-signature come before assertions, commands and the rest. Report what failed and where the evidence is; quote messages, never \
-source lines of tests, and propose no implementation.
+signature come before assertions, commands and the rest. Report what failed and where the evidence is; quote messages, \
+never source lines of tests, and propose no implementation.
 
 Answer with one JSON object and nothing else:
 {{"signals": [{{"kind": KIND, "tests": [NAMES], "place": "FILE:LINE", "message": QUOTE}}]}}

@@ -75,8 +75,8 @@ def instructions(rubric: Rubric) -> str:
         "Decide only what is visible there now. A category applies when its trigger is shown by evidence you can "
         "quote, its condition on time holds, and its action is a local next step. Of one event, name the most specific "
         "category only. Name several only for separate evidence and separate next steps. Most results need no "
-        "reminder: then the list is empty. Do not repeat what an earlier reminder said. Confidence is your probability that the "
-        "reminder is right here; below 0.9 it is not used.",
+        "reminder: then the list is empty. Do not repeat what an earlier reminder said. Confidence is your probability "
+        "that the reminder is right here; below 0.9 it is not used.",
     ]
     for family, categories in families.items():
         lines += ["", f"Family {family}:"]
@@ -140,7 +140,7 @@ class Decision:
 def read_decisions(answer: str, rubric: Rubric) -> list[Decision]:
     """The decisions of an answer. Raises Malformed."""
     decisions = list_in(answer, "decisions")
-    names = {category.name for category in rubric.contextual}
+    names = [category.name for category in rubric.contextual]  # a list: an answer may hold what cannot be hashed
     found = []
     for i, entry in enumerate(decisions):
         at = f"decisions[{i}]"
