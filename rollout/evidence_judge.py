@@ -18,7 +18,7 @@ from typing import Any
 
 from oprd.rollout.ask import Asker, check_fields, check_quote, list_in
 from oprd.rollout.endpoint import Malformed
-from oprd.rollout.global_reminder import KINDS, MAX_SIGNALS, Signal, touched
+from oprd.rollout.global_reminder import KINDS, MAX_SIGNALS, Signal, near, short, touched
 from oprd.rollout.model_judge import MAX_STATEMENT, cut
 from oprd.sandbox.task import Task
 from oprd.sandbox.verify import Verdict

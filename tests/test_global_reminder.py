@@ -1,7 +1,12 @@
 """The Global Reminder: only for attempts that ran and failed, root causes first, five at most, nothing leaked."""
 
+import json
+
 import pytest
 
+from oprd.rollout.ask import Asker
+from oprd.rollout.endpoint import Counts, NoAnswer
+from oprd.rollout.evidence_judge import EvidenceJudge
 from oprd.rollout.global_reminder import MAX_SIGNALS, find_signals, global_reminder, rank
 from oprd.rollout.leaks import Secrets
 from oprd.sandbox.microswe import generate
@@ -133,3 +138,93 @@ def test_on_microswe_the_reminder_never_holds_the_reference_line(index):
     log = ASSERTION.replace("test_kemi", name).replace("'zuvo'", repr(wrong)).replace("lami", right)
     reminder = global_reminder(micro, verdict(failed_f2p=micro.fail_to_pass, log=log))
     assert f'return "{right}"' not in reminder.text and f"{wrong!r} != {right!r}" in reminder.text
+
+
+# --- the evidence judge that is a model
+
+LOG = ASSERTION + "error[E0061]: this function takes 1 argument\n  --> src/lib.rs:7:9\n"
+
+
+class Says:
+    identity = "model"
+
+    def __init__(self, *answers):
+        self.answers, self.asked = list(answers), []
+
+    def complete(self, messages):
+        self.asked.append(messages)
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+RUST = {"kind": "argument", "tests": ["test_kemi (test_zuvo.Test.test_kemi)"], "place": "src/lib.rs:7:9",
+        "message": "error[E0061]: this function takes 1 argument"}
+ASSERTED = {**RUST, "kind": "assertion", "place": "", "message": "AssertionError: 'zuvo' != 'lami'"}
+
+
+def signals(*entries):
+    return json.dumps({"signals": list(entries)})
+
+
+def judged(*answers, **changed):
+    model = Says(*answers)
+    asker = Asker(model, None, Counts())
+    text = global_reminder(changed.pop("task", task()), verdict(log=LOG, **changed), EvidenceJudge(asker)).text
+    return text, asker.counts.take(), model.asked
+
+
+def test_a_model_finds_the_root_cause_in_a_log_the_patterns_do_not_know_and_code_orders_it():
+    text, counts, _ = judged(signals(ASSERTED, RUST))
+    assert text == ("Rejected: 1 passed, 1 failed. Changed src/zuvo.py.\n"
+                    "src/lib.rs:7:9 test_kemi: error[E0061]: this function takes 1 argument\n"
+                    "test_kemi: AssertionError: 'zuvo' != 'lami'\n"
+                    "Read the task again and make one consistent fix.")
+    assert counts == {"asked": 1, "answered": 1}
+
+
+def test_the_question_holds_the_statement_the_tests_the_touched_files_and_the_log_but_no_diff():
+    asked = task("+++ b/f\n+    SECRET_PATCH = 1\n", "+++ b/t\n+    SECRET_TEST = 1\n")
+    status = {"test_kemi (test_zuvo.Test.test_kemi)": "FAILED", "test_bolo (test_zuvo.Test.test_bolo)": "PASSED"}
+    _, _, [messages] = judged(signals(RUST), task=asked, status=status)
+    shown = json.loads(messages[1]["content"])
+    assert "SECRET" not in json.dumps(messages)
+    assert shown == {"task": "s", "counts": {"passed": 1, "failed": 1, "never_ran": 0}, "exit_code": None,
+                     "passed": ["test_bolo (test_zuvo.Test.test_bolo)"], "never_ran": [],
+                     "failed": ["test_kemi (test_zuvo.Test.test_kemi)"], "touched": ["src/zuvo.py"], "log": LOG}
+    _, _, [messages] = judged(signals(RUST))
+    assert json.loads(messages[1]["content"])["counts"] == {"passed": 1, "failed": 0, "never_ran": 1}
+
+
+@pytest.mark.parametrize("answer", [
+    "garbage", "{}", signals("x"), signals({**RUST, "kind": "magic"}), signals({**RUST, "kind": []}),
+    signals({**RUST, "tests": ["test_bolo (test_zuvo.Test.test_bolo)"]}), signals({**RUST, "tests": "test_kemi"}),
+    signals({**RUST, "tests": [["x"]]}), signals({**RUST, "place": None}), signals({**RUST, "message": ""}),
+    signals({**RUST, "message": "error[E0061]: this function takes 1 argument\n  -->"}),
+    signals({**RUST, "fix": "return 1"}), signals(*[RUST] * 6), NoAnswer("timed_out"), NoAnswer("skipped"),
+])
+def test_without_a_decision_the_patterns_decide(answer):
+    text, counts, asked = judged(answer)
+    assert text == global_reminder(task(), verdict(log=LOG)).text and counts["no_decision"] == 1
+    assert len(asked) == (1 if isinstance(answer, NoAnswer) else 2)
+
+
+def test_a_quote_that_is_not_in_the_log_is_left_out_and_without_any_the_patterns_decide():
+    invented = {**RUST, "message": "use compute() instead"}
+    text, counts, _ = judged(signals(invented, RUST))
+    assert "instead" not in text and "E0061" in text and counts["invented_quote"] == 1
+    for answer in (signals(invented), signals({**RUST, "place": "src/made_up.rs:1"}), signals()):
+        assert judged(answer)[0] == global_reminder(task(), verdict(log=LOG)).text
+
+
+def test_what_a_model_quotes_of_a_hidden_test_is_withheld():
+    hidden = task("", "+++ b/t\n+    self.assertEqual(m.kemi(), \"lami\")\n")
+    text, _, _ = judged(signals({**RUST, "message": 'self.assertEqual(m.kemi(), "lami")'}), task=hidden)
+    assert "assertEqual" not in text and "src/lib.rs:7:9 test_kemi: failed" in text
+
+
+def test_an_ineligible_attempt_is_not_asked_about():
+    model = Says(signals(RUST))
+    assert global_reminder(task(), verdict(resolved=True), EvidenceJudge(Asker(model, None, Counts()))) is None
+    assert model.asked == []
