@@ -223,17 +223,19 @@ def annotation(config: Config, options) -> None:
         raise ValueError("--stage annotate needs --input PATH, a file of recorded attempts or a folder of them")
     if options.output and Path(options.output).exists():
         raise ValueError(f"{options.output} exists; name another --output")
-    harness, found, lines = Harness(config, chat=None), [], []
+    harness, found, lines, asked = Harness(config, chat=None), [], [], []
     for file in inputs(options.input):
         for line, seen in annotate(file, harness.rubric, harness.judge):
             lines.append({"file": file.name, **line})
         found.append(seen)
+        asked.append(harness.judge_counts())
     if options.output:
         recordings.write_jsonl(Path(options.output), lines)
     folder = Path(config.run.folder) / "annotate"
     with Log(folder, number := next_number(folder)) as log:
-        for i, seen in enumerate(found, start=number):
-            log.write(i, {metric: Last(value) for metric, value in seen.scalars(harness.rubric).items()})
+        for i, (seen, counts) in enumerate(zip(found, asked), start=number):
+            scalars = {**seen.scalars(harness.rubric), **counts}
+            log.write(i, {metric: Last(value) for metric, value in scalars.items()})
     print(annotation_table(found, harness.rubric))
 
 

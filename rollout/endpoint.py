@@ -1,8 +1,8 @@
 """A chat client for any OpenAI-compatible endpoint, with every wait bounded and every trouble counted.
 
 A question is one `complete()`. It may take several requests: what may pass (429, 5xx, a lost connection, a time-out)
-is tried again after a pause that doubles, or longer where the server asks so in Retry-After, until `total_s` is spent. Then,
-and at once for what will not pass (401, 404, 422 ...), there is no answer: `NoAnswer`, never anything else.
+is tried again after a pause that doubles, or longer where the server asks so in Retry-After, until `total_s` is spent.
+Then, and at once for what will not pass (401, 404, 422 ...), there is no answer: `NoAnswer`, never anything else.
 
 A server that stays away must not slow a run down: after PATIENCE questions in a row without an answer the next ones
 are skipped for RESTS * total_s; then one is tried again.
@@ -97,7 +97,8 @@ class Endpoint:
         if not s.model:
             raise ValueError("the judge needs the name of the model that answers (reminders.judge_model)")
         self._settings, self._counts = s, counts
-        self._secure, self._host, self._port = at.scheme == "https", at.hostname, at.port
+        self._host, self._port = at.hostname, at.port
+        self._tls = ssl.create_default_context() if at.scheme == "https" else None
         self._path = at.path.rstrip("/") + "/chat/completions"
         self._key = _key(s.key_variable)
         self.identity = json.dumps({"model": s.model, **s.body}, sort_keys=True)
@@ -164,9 +165,8 @@ class Endpoint:
     def _post(self, payload: bytes, seconds: float) -> tuple[int, float | None, bytes]:
         """One request in `seconds` from connecting to the body's last byte. A socket's own timeout begins anew with
         every byte that drips in, so a timer shuts the socket as well."""
-        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-        extra = {"context": ssl.create_default_context()} if self._secure else {}
-        connection = kind(self._host, self._port, timeout=seconds, **extra)
+        connection = (http.client.HTTPSConnection(self._host, self._port, timeout=seconds, context=self._tls)
+                      if self._tls else http.client.HTTPConnection(self._host, self._port, timeout=seconds))
         end = time.monotonic() + seconds
         expired, timer = threading.Event(), None
         try:

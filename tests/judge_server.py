@@ -2,6 +2,7 @@
 
 import json
 import socket
+import ssl
 import threading
 import time
 from contextlib import contextmanager
@@ -82,8 +83,8 @@ class Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def serving(*script):
-    """Answers the n-th request by script[n], later ones by the last. Yields the server: `url`, `seen` (bodies),
+def serving(*script, tls=None):
+    """Answers the n-th request by script[n], later ones by the last; tls: folder of cert.pem and key.pem. Yields the server: `url`, `seen` (bodies),
     `headers`, `most` (requests under way at once)."""
     lock = threading.Lock()
 
@@ -110,6 +111,11 @@ def serving(*script):
     server.seen, server.headers, server.paths, server.under_way, server.most = [], [], [], 0, 0
     server.release = threading.Event()
     server.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
+    if tls:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(tls / "cert.pem", tls / "key.pem")
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        server.url = server.url.replace("http://127.0.0.1", "https://localhost")
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
     try:

@@ -2,6 +2,8 @@
 
 import json
 import multiprocessing
+import shutil
+import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -213,3 +215,39 @@ def test_many_threads_and_processes_share_a_folder(tmp_path):
     assert results == [0, 0] and [p.exitcode for p in processes] == [0, 0]
     assert not list(tmp_path.glob("*/*.tmp")) and len(list(tmp_path.glob("*/*.json"))) == 10
     assert all(json.loads(f.read_text())["request"] == f.stem for f in tmp_path.glob("*/*.json"))
+
+
+def test_a_server_that_is_overrun_for_a_while_answers_everybody_in_the_end():
+    counts = Counts()
+    with serving(*[status(429)] * 9, says("fine")) as server:
+        asked = endpoint(server.url, counts, concurrency=3, backoff_s=0.05)
+        with ThreadPoolExecutor(8) as pool:
+            assert list(pool.map(lambda _: asked.complete(ASK), range(8))) == ["fine"] * 8
+        assert counts.take() == {"rate_limited": 9} and len(server.seen) == 17 and server.most <= 3
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl, to make a certificate")
+    folder = tmp_path_factory.mktemp("tls")
+    subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost",
+                    "-addext", "subjectAltName=DNS:localhost", "-keyout", folder / "key.pem", "-out",
+                    folder / "cert.pem"], check=True, capture_output=True)
+    return folder
+
+
+def test_over_tls_the_certificate_is_checked_and_waits_end_as_well(certificate, monkeypatch):
+    counts = Counts()
+    for trusted in (False, True):
+        if trusted:
+            monkeypatch.setenv("SSL_CERT_FILE", str(certificate / "cert.pem"))
+        with serving(says("fine"), hang, drip, says("fine"), tls=certificate) as server:
+            asked = endpoint(server.url, counts, total_s=3.0 if trusted else 0.3, request_s=0.5)
+            if not trusted:
+                with pytest.raises(NoAnswer, match="failed"):
+                    asked.complete(ASK)
+                assert server.seen == [] and set(counts.take()) == {"failed"}
+                continue
+            assert [asked.complete(ASK) for _ in range(2)] == ["fine"] * 2
+            assert counts.take() == {"timed_out": 2}

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from oprd.core.chat import Chat
 from oprd.core.config import Config
 from oprd.core.types import Ending, Observation, Reminder, ToolCall, Trajectory, Turn
 from oprd.rollout.ask import Asker, EngineChat, asker_of
+from oprd.rollout.attempts import Attempt, Outcome
 from oprd.rollout.endpoint import Counts, Endpoint, EndpointSettings, NoAnswer
 from oprd.rollout.engine import Completion
 from oprd.rollout.harness import Harness
@@ -19,6 +21,8 @@ from oprd.rollout.judge_cache import Cache
 from oprd.rollout.model_judge import MAX_LATEST, RECENT, ModelJudge, cut, instructions, question
 from oprd.rollout.rubric import load_rubric
 from oprd.rollout.select import annotate_trajectory, remind, select
+from oprd.sandbox.microswe import generate
+from oprd.sandbox.verify import Verdict
 
 RUBRIC = load_rubric()
 STATEMENT = 'Make `kemi` in `src/zuvo.py` return "lami".'
@@ -143,7 +147,7 @@ def test_a_grounded_decision_becomes_a_candidate_with_the_rubrics_text():
     assert "the named path" in bare.text
 
 
-@pytest.mark.parametrize("wrap", ["{}", "```json\n{}\n```", "```\n{}\n```", "<think>\nhm {{\n</think>\n\n{}", "\n {} \n"])
+@pytest.mark.parametrize("wrap", ["{}", "```json\n{}\n```", "```\n{}\n```", "<think>\nhm {{\n</think>\n\n{}", " {}\n"])
 def test_a_think_block_and_a_code_fence_are_taken_off(wrap):
     text = wrap.replace("{{", "(").replace("{}", answer(GOOD))
     assert len(decide(Says(text))[0]) == 1
@@ -255,6 +259,23 @@ def test_a_harness_asks_the_endpoint_of_its_settings_and_its_counts_are_metrics(
     assert made.judge_counts() == {} and list((tmp_path / "judge").glob("*/*.json"))
 
 
+def test_a_failed_attempt_gets_its_reminders_from_the_model_and_from_the_patterns_where_it_says_nothing(tmp_path):
+    task = generate(3, 0)
+    verdict = Verdict(False, patch_applied=True, touched=("src/a.py",), failed_f2p=task.fail_to_pass, log="Killed")
+    outcome = Outcome(Attempt("a", task, 0), trajectory([READ]), verdict=verdict)
+    with serving(says(answer(GOOD))) as server:  # which is no answer to the evidence judge's question
+        made = Harness(config(tmp_path, judge_url=server.url, judge_model="m"), chat=None)
+        told = trajectory([(READ[0], Observation("def kemi(mode): src/zuvo.py"))])
+        shown = made.reminded(replace(outcome, trajectory=told))
+        assert shown.local[0].category == GOOD["category"] and "did not pass" in shown.global_.text
+    assert made.judge_counts() == {"judge/asked": 2, "judge/answered": 1, "judge/malformed": 2, "judge/no_decision": 1}
+    with serving(status(500)) as server:
+        gone = Harness(config(tmp_path, judge_url=server.url, judge_model="other", judge_total_s=0.3), chat=None)
+        shown = gone.reminded(outcome)
+        assert shown.local == {} and "did not pass" in shown.global_.text
+    assert gone.judge_counts() == {"judge/asked": 2, "judge/no_decision": 2, "judge/failed": 2}
+
+
 def test_the_scripted_judge_has_no_counts_and_no_threads():
     made = Harness(Config(), chat=None)
     assert made.asker is None and made.judge_counts() == {} and made.each(str, [1, 2]) == ["1", "2"]
@@ -262,7 +283,7 @@ def test_the_scripted_judge_has_no_counts_and_no_threads():
 
 @pytest.mark.parametrize("settings, message", [
     ({}, "must look like http"), ({"judge_url": "http://h/v1"}, "reminders.judge_model"),
-    ({"judge_url": "http://h/v1", "judge_model": "m", "judge_body": "[]"}, "judge_body = '\\[\\]' must be a JSON object"),
+    ({"judge_url": "http://h/v1", "judge_model": "m", "judge_body": "[]"}, "judge_body = '\\[\\]' must be a JSON"),
     ({"judge_url": "http://h/v1", "judge_model": "m", "judge_body": '{"stream": true}'}, "without model"),
     ({"judge_url": "http://h/v1", "judge_model": "m", "judge_key_variable": "NO_SUCH_KEY"}, "NO_SUCH_KEY")])
 def test_settings_that_cannot_work_are_an_error_before_the_run(tmp_path, settings, message):
