@@ -37,7 +37,8 @@ def converse(attempt_id: str, task: Task, engine: Engine, chat: Chat, box: Sandb
     """Let the model work on `task` in `box` until it submits or a limit ends it.
 
     `remind` (run-time use only) sees what is visible after each observation and may give a reminder that only the
-    next turn reads. Returns the trajectory and the reminders that were shown. Raises Broke when the machine fails.
+    next turn reads; the time it takes does not count towards `attempt_s`. Returns the trajectory and the reminders
+    that were shown. Raises Broke when the machine fails.
     """
     deadline = time.monotonic() + limits.attempt_s
     turns: list[Turn] = []
@@ -76,7 +77,9 @@ def converse(attempt_id: str, task: Task, engine: Engine, chat: Chat, box: Sandb
             turns.append(replace(turn, observation=observation))
             visible.append((turn.call, observation))
             pending = chat.tool_results([observation.output], ended=done.ids[-1] == chat.end_id)
+            asked = time.monotonic()
             reminder = remind(task, visible, given) if remind else None
+            deadline += time.monotonic() - asked  # a judge's delay is not the policy's
             given += [reminder] if reminder else []
     finally:
         engine.forget(attempt_id)

@@ -166,6 +166,12 @@ def test_turn_limit_and_time_limit_end_an_attempt():
     assert play(*again, limits=late)[0].ending is Ending.TIME_LIMIT
 
 
+def test_the_time_that_reminders_take_is_not_the_attempts():
+    short = LIMITS.__class__(**{**LIMITS.__dict__, "attempt_s": 0.5})
+    slow = lambda task, visible, given: time.sleep(0.6)  # noqa: E731
+    assert play(call("bash", command="ls"), call("submit"), limits=short, remind=slow)[0].ending is Ending.SUBMITTED
+
+
 def test_a_run_time_reminder_is_read_by_the_next_turn_only():
     def remind(task, visible, given):
         return Reminder("c", "R1", "Look closer.", turn=len(visible) - 1) if len(visible) == 1 else None
