@@ -108,8 +108,11 @@ class Endpoint:
 
     def complete(self, messages: Messages) -> str:
         with self._lock:
-            if time.monotonic() < self._rest_until:
+            now = time.monotonic()
+            if now < self._rest_until:
                 raise NoAnswer("skipped")
+            if self._missed >= PATIENCE:  # this question tries whether the server is back; the others wait for that
+                self._rest_until = now + self._settings.total_s
         payload = json.dumps({**self._settings.body, "model": self._settings.model, "messages": list(messages)})
         try:
             reply = self._reply(payload.encode(), time.monotonic() + self._settings.total_s)
@@ -117,7 +120,7 @@ class Endpoint:
             self._note_missed(str(why))
             raise
         with self._lock:
-            self._missed = 0
+            self._missed, self._rest_until = 0, 0.0
         text = _text(reply)
         return text.replace(self._key, "[key]") if self._key else text
 

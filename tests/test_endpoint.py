@@ -123,15 +123,18 @@ def test_no_more_requests_are_under_way_than_allowed():
 
 def test_a_server_that_stays_away_is_left_alone_for_a_while_and_then_tried_again(monkeypatch, caplog):
     monkeypatch.setattr(client, "RESTS", 2)
-    with serving(status(500), status(500), status(500), says("back")) as server:
-        asked = endpoint(server.url, total_s=0.1, backoff_s=1.0)
+    with serving(status(500), status(500), status(500), slowly(0.2, says("back"))) as server:
+        asked = endpoint(server.url, total_s=0.6, backoff_s=1.0)
         for _ in range(3):
             with pytest.raises(NoAnswer, match="failed"):
                 asked.complete(ASK)
         with pytest.raises(NoAnswer, match="skipped"):
             asked.complete(ASK)
         assert len(server.seen) == 3 and len(caplog.messages) == 1
-        time.sleep(0.25)
+        time.sleep(1.25)
+        with ThreadPoolExecutor(3) as pool:  # one question tries, the others do not wait for it
+            found = [str(f.exception() or f.result()) for f in [pool.submit(asked.complete, ASK) for _ in range(3)]]
+        assert sorted(found) == ["back", "skipped", "skipped"]
         assert [asked.complete(ASK) for _ in range(2)] == ["back"] * 2
 
 
