@@ -122,16 +122,16 @@ def test_no_more_requests_are_under_way_than_allowed():
 
 
 def test_a_server_that_stays_away_is_left_alone_for_a_while_and_then_tried_again(monkeypatch, caplog):
-    monkeypatch.setattr(client, "RESTS", 2)
+    monkeypatch.setattr(client, "RESTS", 0.3)
     with serving(status(500), status(500), status(500), slowly(0.2, says("back"))) as server:
-        asked = endpoint(server.url, total_s=0.6, backoff_s=1.0)
+        asked = endpoint(server.url, total_s=4.0, request_s=4.0, backoff_s=10.0)
         for _ in range(3):
             with pytest.raises(NoAnswer, match="failed"):
                 asked.complete(ASK)
         with pytest.raises(NoAnswer, match="skipped"):
             asked.complete(ASK)
         assert len(server.seen) == 3 and len(caplog.messages) == 1
-        time.sleep(1.25)
+        time.sleep(1.3)
         with ThreadPoolExecutor(3) as pool:  # one question tries, the others do not wait for it
             found = [str(f.exception() or f.result()) for f in [pool.submit(asked.complete, ASK) for _ in range(3)]]
         assert sorted(found) == ["back", "skipped", "skipped"]
