@@ -88,8 +88,7 @@ def make_microswe(config: Config, load, resume: bool) -> None:
         raise ValueError(f"{model} exists; add --resume to keep it, or choose another run.folder")
     harness = Harness(config, chat=None)
     harness.sweep()
-    recorder = recordings.Recorder(harness.open_box, harness.remind(), config.chat.system, config.rollout.verifiers,
-                                   m.clean_kinds)
+    recorder = recordings.Recorder(harness.open_box, harness.remind(), config.chat.system, config.rollout.verifiers)
     bar = Progress(m.coding_tasks + m.if_tasks, name="recording")
     corpus = recordings.make_files(data, m, config.run.seed, recorder, lambda: bar.advance({}))
     bar.close()

@@ -56,9 +56,6 @@ class MicroSWE(Section):
     vocabulary: int = Field(512, ge=300, description="entries of the byte-level BPE trained on the generated corpus")
     pretrain_texts: int = Field(6000, ge=1, description="plain texts for the pretraining of a base model")
     coding_tasks: int = Field(1200, ge=1, description="tasks the expert solves for Coding SFT")
-    clean_kinds: tuple[Literal["plain", "ambiguous", "scope", "scenario", "validate"], ...] = Field(
-        ("plain", "scope", "scenario", "validate"),
-        description="kinds of bug of which SFT shows clean solutions; the others are first met with a reminder")
     if_tasks: int = Field(600, ge=1, description="tasks on which scripted mistakes are made for IF SFT")
     relabels: int = Field(8, ge=1, description="consistently renamed copies written for every recording")
     oprd_tasks: int = Field(4000, ge=1, description="tasks in the OPRD pool")

@@ -49,11 +49,10 @@ def edit(path: str, old: str, new: str) -> ToolCall:
 
 
 def _repair(task: Task, text: str, word: str | None = None) -> ToolCall:
-    """The edit in `text` that makes the wrong return give `word` (default: the right one): a branch together with its
-    condition; else the line alone where it is unique, and with its function's first line where it is not."""
+    """The smallest unique edit in `text` that makes the wrong return give `word` (default: the right one)."""
     m, word = task.meta, word or task.meta["right"]
     line, new = f'return "{m["wrong"]}"', f'return "{word}"'
-    if text.count(line) == 1 and m["kind"] != "scenario":
+    if text.count(line) == 1:
         return edit(m["path"], line, new)
     lines = text.splitlines()
     at = next(i for i, l in enumerate(lines) if l.strip() == m["anchor"])

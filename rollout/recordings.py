@@ -18,7 +18,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Iterable, Mapping, Sequence
+from typing import Any, Callable, Iterable, Sequence
 
 from oprd.core.config import MicroSWE
 from oprd.core.types import Reminder
@@ -26,7 +26,7 @@ from oprd.rollout.agent import Remind
 from oprd.rollout.attempts import OpenBox
 from oprd.rollout.expert import Step, chat_row, followed_rows, mistake, perform, recovery_rows, solution
 from oprd.rollout.global_reminder import global_reminder
-from oprd.sandbox.microswe import FAMILIES, KINDS, Difficulty, fixed_source, generate, pick, relabel, relabelling
+from oprd.sandbox.microswe import FAMILIES, Difficulty, fixed_source, generate, pick, relabel, relabelling
 from oprd.sandbox.repo import extract_patch
 from oprd.sandbox.task import Task
 from oprd.sandbox.verify import verify
@@ -43,7 +43,6 @@ class Recorder:
     remind: Remind
     system: str
     threads: int
-    clean_kinds: Sequence[str] = KINDS
 
     def coding(self, tasks: Sequence[Task], done: Callable[[], None]) -> list[dict[str, Any]]:
         """One clean, verified solution a task."""
@@ -85,38 +84,32 @@ class Recorder:
             steps = perform(task, box, recovery, self.remind, earlier=steps)
         reminder = global_reminder(task, verify(task, patch, self.open_box)) if patch else None
         rows = recovery_rows(task.instance_id, self.system, task, steps, len(wrong))
-        if task.meta["kind"] not in self.clean_kinds:
-            return rows
         solved, clean = self._solve(task, reminder)
         return rows + solved + followed_rows(f"{task.instance_id}/clean", self.system, task, clean, 0)
 
 
-def tasks_of(stream: str, seed: int, count: int, difficulty: Difficulty, kinds: Sequence[str] = KINDS) -> list[Task]:
-    """The first `count` tasks of a stream; every kind comes equally often."""
+def tasks_of(stream: str, seed: int, count: int, difficulty: Difficulty, kind: str | None = None) -> list[Task]:
     family = "validation" if stream == "validation" else "train"
-    return [generate(seed * 10 + STREAMS[stream], i, family, kinds[i % len(kinds)], difficulty) for i in range(count)]
+    return [generate(seed * 10 + STREAMS[stream], i, family, kind, difficulty) for i in range(count)]
 
 
 def pretraining_texts(seed: int, count: int, difficulty: Difficulty) -> list[str]:
     """Plain text that teaches what a base model brings along: that names recur and can be copied.
 
-    A quarter are names without gaps, repeated; a quarter are lists of names with one of several separators, repeated; a
-    quarter are repositories, before and after their fix; a quarter are requests and the edits that meet them, anchored
-    or not at random (how to copy into an edit, not when to anchor one). Copying is learnt within a few hundred steps on
-    the first kind, carries over to the others, and is what every stage after this one builds on: without it a model of this
-    size stays for thousands of steps at guessing names.
+    A third are names without gaps, repeated; a third are lists of names with one of several separators, repeated; a
+    third are repositories, before and after their fix. Copying is learnt within a few hundred steps on the first kind,
+    carries over to the others, and is what every stage after this one builds on: without it a model of this size stays
+    for thousands of steps at guessing names.
     """
     texts = []
     for i, task in enumerate(tasks_of("pretrain", seed, count, difficulty)):
         rng = random.Random(f"pretrain/{seed}/{i}")
-        if i % 4 == 0:
+        if i % 3 == 0:
             texts.append("".join((pick(rng, "train", rng.choice((3, 4, 6, 8, 12))) * 20)[:60]))
-        elif i % 4 == 1:
+        elif i % 3 == 1:
             names = pick(rng, "train", rng.choice((2, 3, 4, 6, 8, 12, 16, 20)))
             separator = rng.choice((" ", "\n", "/", "_", ", ", '" "', "()\n"))
             texts.append(separator.join((names * 25)[: max(50, 2 * len(names))]))
-        elif i % 4 == 2:
-            texts.append("\n".join([task.files[task.meta["path"]], *edits(task, rng)]))
         else:
             files = [text for path, text in sorted(task.files.items()) if path != "check.py"]
             rng.shuffle(files)
@@ -124,29 +117,10 @@ def pretraining_texts(seed: int, count: int, difficulty: Difficulty) -> list[str
     return texts
 
 
-def edits(task: Task, rng: random.Random, count: int = 4) -> list[str]:
-    """Requests to change answers of a task's wrong file, each with the edit that meets it, as plain text."""
-    source, path = task.files[task.meta["path"]], task.meta["path"]
-    function, places = "", []
-    for above, line in zip(source.splitlines(), source.splitlines()[1:]):
-        function = above.split("(")[0].removeprefix("def ") if above.startswith("def ") else function
-        if line.strip().startswith("return ") and above.strip().endswith(":"):
-            mode = above.split('"')[1] if '"' in above else None
-            places.append((f'{function}("{mode}")' if mode else function, above.strip(), line))
-    texts = []
-    for what, anchor, line in rng.sample(places, min(count, len(places))):
-        new = line.replace(line.split('"')[1], word := rng.choice(FAMILIES["train"]))
-        old, new = (f"{anchor}\n{line}", f"{anchor}\n{new}") if rng.random() < 0.6 else (line.strip(), new.strip())
-        wanted = f'must return "{word}".'
-        ask = rng.choice((f"`{what}` in `{path}` {wanted}", f"In `{path}`, `{what}` {wanted}"))
-        texts.append(ask + "\n" + _call_text("edit", {"path": path, "old_string": old, "new_string": new}))
-    return texts
-
-
 def make_files(folder: Path, size: MicroSWE, seed: int, recorder: Recorder, done: Callable[[], None]) -> list[str]:
     """Write all files but the tokenizer; `done` hears of each recorded task. Returns the text to train it on."""
     difficulty = Difficulty(size.functions, size.branches)
-    coding = recorder.coding(tasks_of("coding", seed, size.coding_tasks, difficulty, size.clean_kinds), done)
+    coding = recorder.coding(tasks_of("coding", seed, size.coding_tasks, difficulty), done)
     following = recorder.following(tasks_of("if", seed, size.if_tasks, difficulty), done)
     texts = pretraining_texts(seed, size.pretrain_texts, difficulty)
     for name, rows in (("pretrain", [{"text": text} for text in texts]),
@@ -189,14 +163,9 @@ def _frame(row: dict[str, Any]) -> str:
         parts.append(f"{message['role']}\n{message.get('content') or ''}")
         for call in message.get("tool_calls", ()):
             function = call["function"]
-            parts.append(f"\n{_call_text(function['name'], function['arguments'])}\n")
+            values = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in function["arguments"].items())
+            parts.append(f"\n<function={function['name']}>\n{values}</function>\n")
     return "\n".join(parts)
-
-
-def _call_text(name: str, arguments: Mapping[str, str]) -> str:
-    """A call in the XML form, as plain text."""
-    values = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
-    return f"<function={name}>\n{values}</function>"
 
 
 def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:

@@ -27,7 +27,6 @@ from oprd.sandbox.task import Task
 
 KINDS = ("ambiguous", "scope", "scenario", "validate")
 CLASS_OF_KIND = {"ambiguous": "R1", "scope": "R2", "scenario": "R3", "validate": "R4"}
-PLAIN = "plain"  # no trap: stated as an ambiguous bug is, but the wrong line is unique; only for demonstrations
 
 # Words that stand in the frames, in Python or in tool texts: never used as names.
 _TAKEN = frozenset("file line code mode name none done note made move same type size self call case base rule role "
@@ -101,8 +100,8 @@ def generate(seed: int, index: int, family: str = "train", kind: str | None = No
     """
     if family not in FAMILIES:
         raise ValueError(f"family = {family!r} is not one of {', '.join(FAMILIES)}")
-    if kind is not None and kind not in (*KINDS, PLAIN):
-        raise ValueError(f"kind = {kind!r} is not one of {', '.join((*KINDS, PLAIN))}")
+    if kind is not None and kind not in KINDS:
+        raise ValueError(f"kind = {kind!r} is not one of {', '.join(KINDS)}")
     if min(difficulty.functions, difficulty.branches) < 2:
         raise ValueError(f"functions = {difficulty.functions} and branches = {difficulty.branches} must be 2 or more")
     rng = random.Random(f"microswe/{seed}/{family}/{index}")
@@ -125,7 +124,7 @@ def generate(seed: int, index: int, family: str = "train", kind: str | None = No
         rng.shuffle(repo.neighbour_functions)
     hidden_only = rng.choice(others).test_name(0)
     statement = _statement(kind, rng, target.call(position) if kind == "scenario" else name, module, neighbour, right)
-    meta = {"kind": kind, "class": CLASS_OF_KIND.get(kind), "path": f"src/{module}.py", "function": name,
+    meta = {"kind": kind, "class": CLASS_OF_KIND[kind], "path": f"src/{module}.py", "function": name,
             "neighbour": f"src/{neighbour}.py" if kind == "scope" else None, "wrong": wrong, "right": right,
             "anchor": _anchor(target, position)}
     return repo.task(f"microswe__{family}-{seed}-{index}", statement, target.test_name(position), hidden_only, meta)
