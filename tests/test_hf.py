@@ -132,7 +132,7 @@ def test_a_save_that_fails_half_way_leaves_the_old_model_and_no_rubbish(tmp_path
     def full_disk(*_, **__):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(hf, "save_file", full_disk)
+    monkeypatch.setattr(hf, "write_file", full_disk)
     with pytest.raises(OSError, match="No space left"):
         hf.save(randomised(small(), 1), tmp_path / "m", overwrite=True)
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
