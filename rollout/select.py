@@ -77,6 +77,8 @@ def select(case: Case, rubric: Rubric, judge: Judge, settings: SelectSettings = 
     hard, dropped = _choose(hard_candidates(case, rubric), case, rubric, settings)
     if hard:
         return Selection(hard, dropped)
+    if len(case.inserted) >= settings.budget:  # nothing could be inserted: a judge that costs is not asked
+        return Selection(None, dropped)
     soft, more = _choose(contextual_candidates(case, judge), case, rubric, settings)
     return Selection(soft, dropped + more)
 
