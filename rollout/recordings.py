@@ -97,7 +97,8 @@ def pretraining_texts(seed: int, count: int, difficulty: Difficulty) -> list[str
     """Plain text that teaches what a base model brings along: that names recur and can be copied.
 
     A third are names without gaps, repeated; a third are lists of names with one of several separators, repeated; a
-    third are repositories, before and after their fix. Copying is learnt within a few hundred steps on the first kind,
+    third are repositories file by file under their paths, the wrong file again as it is after its fix, and the request
+    at both ends: names that come back after some hundred tokens, as a path does when its file is edited. Copying is learnt within a few hundred steps on the first kind,
     carries over to the others, and is what every stage after this one builds on: without it a model of this size stays
     for thousands of steps at guessing names.
     """
@@ -111,9 +112,10 @@ def pretraining_texts(seed: int, count: int, difficulty: Difficulty) -> list[str
             separator = rng.choice((" ", "\n", "/", "_", ", ", '" "', "()\n"))
             texts.append(separator.join((names * 25)[: max(50, 2 * len(names))]))
         else:
-            files = [text for path, text in sorted(task.files.items()) if path != "check.py"]
+            files = [f"{path}\n{text}" for path, text in sorted(task.files.items()) if path != "check.py"]
             rng.shuffle(files)
-            texts.append("\n".join([task.problem_statement, *files, fixed_source(task)]))
+            fixed = f"{task.meta['path']}\n{fixed_source(task)}"
+            texts.append("\n".join([task.problem_statement, *files, fixed, task.problem_statement]))
     return texts
 
 
