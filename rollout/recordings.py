@@ -98,9 +98,9 @@ def pretraining_texts(seed: int, count: int, difficulty: Difficulty) -> list[str
 
     A third are names without gaps, repeated; a third are lists of names with one of several separators, repeated; a
     third are repositories file by file under their paths, the wrong file again as it is after its fix, and the request
-    at both ends: names that come back after some hundred tokens, as a path does when its file is edited. Copying is learnt within a few hundred steps on the first kind,
-    carries over to the others, and is what every stage after this one builds on: without it a model of this size stays
-    for thousands of steps at guessing names.
+    at both ends: names that come back after some hundred tokens, as a path does when its file is edited. Copying is
+    learnt within a few hundred steps on the first kind, carries over to the others, and is what every stage after this
+    one builds on: without it a model of this size stays for thousands of steps at guessing names.
     """
     texts = []
     for i, task in enumerate(tasks_of("pretrain", seed, count, difficulty)):
