@@ -1,7 +1,7 @@
 """What one tool call did, seen the same way whatever the tool set: the input of the hard rules.
 
-Knows our tools (`bash`, `read`, `edit`, `submit`), Claude-Code style names and the editors of other scaffolds, takes
-a shell line apart into its simple commands, and strips what a scaffold adds around a tool's own output.
+Knows our tools (`bash`, `read`, `edit`, `submit`), Claude-Code style names and those of other scaffolds, what the tools
+of ten languages call a test or a build, and strips what a scaffold adds around a tool's own output.
 """
 
 from __future__ import annotations
@@ -14,32 +14,53 @@ from functools import cached_property
 from typing import Mapping
 
 from oprd.core.types import Observation, ToolCall
+from oprd.rollout.shell import program, simple_commands, subcommand
 
-KINDS = {
+KINDS = {  # by what tool sets call them: ours, Claude Code, OpenHands, SWE-agent, R2E, Codex, Gemini, Cline, Cursor
     "bash": "bash", "shell": "bash", "execute_bash": "bash", "run_command": "bash", "terminal": "bash",
+    "exec_command": "bash", "local_shell": "bash", "container.exec": "bash", "run_shell_command": "bash",
+    "run_terminal_cmd": "bash", "execute_command": "bash",
     "read": "read", "view": "read", "read_file": "read", "open_file": "read", "notebookread": "read",
+    "read_many_files": "read",
     "edit": "edit", "multiedit": "edit", "str_replace": "edit", "str_replace_editor": "edit", "file_editor": "edit",
-    "str_replace_based_edit_tool": "edit", "notebookedit": "edit",
-    "write": "edit", "create_file": "edit", "write_file": "edit",
-    "grep": "search", "glob": "glob", "ls": "glob", "submit": "submit", "finish": "submit",
+    "str_replace_based_edit_tool": "edit", "notebookedit": "edit", "edit_file": "edit", "search_replace": "edit",
+    "replace": "edit", "replace_in_file": "edit", "apply_patch": "edit", "insert": "edit",
+    "write": "edit", "create_file": "edit", "write_file": "edit", "write_to_file": "edit",
+    "grep": "search", "grep_search": "search", "search_file_content": "search", "search_files": "search",
+    "glob": "glob", "ls": "glob", "list": "glob", "list_dir": "glob", "list_files": "glob", "list_directory": "glob",
+    "file_search": "glob", "submit": "submit", "finish": "submit",
 }
 PATH = re.compile(r"[\w./-]*/[\w.-]+|[\w-]+\.\w{1,4}")  # a word that is a file's path
 SHOWS_FILE = {"cat", "head", "tail", "less", "nl", "sed"}
-PATH_ARGUMENTS = ("path", "file_path", "filename", "file", "notebook_path")
-WRAPPERS = {"sudo": 0, "time": 0, "env": 0, "nice": 0, "command": 0, "exec": 0, "xargs": 0, "nohup": 0, "timeout": 1,
-            "npx": 0}
-RUNNERS = {"uv": "run", "poetry": "run", "pipenv": "run", "bundle": "exec"}  # wrappers with this word after them
-TESTERS = {"pytest", "py.test", "tox", "nosetests", "jest", "vitest", "mocha", "rspec", "phpunit", "ctest", "ruff",
-           "tsc", "flake8", "mypy", "eslint", "gofmt", "goimports", "golangci-lint", "javac", "gcc", "g++", "make"}
-SUBCOMMANDS = {"go": {"test", "build", "vet", "run", "fmt", "install"}, "npm": {"test", "run"}, "yarn": {"test"},
-               "pnpm": {"test"}, "cargo": {"test", "build", "check", "clippy", "fmt"}, "mvn": None, "gradle": None,
-               "./gradlew": None, "git": {"diff", "status"}, "node": {"--test"}, "cmake": {"--build"},
-               "rake": None, "dotnet": {"test", "build"}}
+PATH_ARGUMENTS = ("path", "file_path", "filename", "file", "notebook_path", "target_file", "absolute_path")
+COMMAND_ARGUMENTS = ("command", "cmd", "script")
+TESTERS = {"pytest", "py.test", "tox", "nox", "nosetests", "jest", "vitest", "mocha", "ava", "rspec", "phpunit", "pest",
+           "phpstan", "ctest", "ruff", "tsc", "flake8", "pylint", "mypy", "pyright", "eslint", "gofmt", "goimports",
+           "golangci-lint", "staticcheck", "gotestsum", "ginkgo", "javac", "kotlinc", "scalac", "rustc", "gcc", "g++",
+           "cc", "c++", "clang", "clang++", "ninja", "make", "ant", "bats", "rubocop"}
+SUBCOMMANDS = {"go": {"test", "build", "vet", "run", "fmt", "install"}, "npm": {"test", "t", "run", "run-script"},
+               "yarn": {"test", "run", "jest", "vitest", "build", "lint"}, "pnpm": {"test", "t", "run"},
+               "bun": {"test", "run"}, "deno": {"test", "check", "lint"},
+               "cargo": {"test", "build", "check", "clippy", "fmt", "nextest"}, "mvn": None, "mvnw": None,
+               "gradle": None, "gradlew": None, "git": {"diff", "status"}, "node": {"--test"}, "cmake": {"--build"},
+               "rake": None, "rails": {"test"}, "dotnet": {"test", "build"}, "swift": {"test", "build"},
+               "sbt": None, "bazel": {"test", "build"}, "mix": {"test", "compile"}, "composer": {"test", "run"},
+               "meson": {"test", "compile"}, "stack": {"test", "build"}, "cabal": {"test", "build"},
+               "zig": {"test", "build"}, "just": {"test", "build", "check"}, "mage": None, "task": {"test", "build"}}
 PYTHON_MODULES = {"pytest", "unittest", "py_compile", "compileall", "tox", "mypy", "ruff", "doctest"}
 PYTHON_SCRIPT = re.compile(r"(^|/)(check|run_?tests?|tests?|test_\w+|\w+_test)\.py$")
-ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-SCAFFOLD_BLOCK = re.compile(r"<system-reminder>.*?(</system-reminder>|\Z)", re.S)
-EXIT_CODE = re.compile(r"\A\s*(?:Exit code (\d+)\n|<returncode>(-?\d+)</returncode>)")
+SCRIPT_TESTS = re.compile(r"(^|/)(tests?|specs?)/|(^|/)(test_|run_?tests?)|(_test|_spec|_check|\.test|\.spec)\.\w+$")
+ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[()][A-Z0-9]|[=>])")
+SCAFFOLD_BLOCK = re.compile(r"<(system-reminder|environment_details|NOTE)>.*?(?:</\1>|\Z)", re.S)
+SCAFFOLD_TAG = re.compile(r"</?(?:tool_use_error|output|output_head|output_tail|returncode|exception)>[ \t]*")
+SCAFFOLD_LINE = re.compile(r"^\[(?:The command completed with exit code|Current working directory:|Python interpreter:|"
+                           r"Command finished with exit code)[^\n]*\]$\n?|^Execution output of \[\w+\]:[ \t]*\n?|"
+                           r"^Shell cwd was reset to [^\n]*$\n?", re.M)
+EXIT_CODE = re.compile(r"\A\s*(?:<exception>[^\n]*</exception>\s*)?"
+                       r"(?:(?:Process exited with code|Exit code:?) (-?\d+)(?:\n|\Z)"
+                       r"(?:Wall time:[^\n]*\n)?(?:Output:\n)?|<returncode>(-?\d+)</returncode>)")
+EXIT_LINE = re.compile(r"^\[(?:The command completed|Command finished) with exit code (-?\d+)\.?\]", re.M)
+NUMBERED = re.compile(r"^\s*(\d+)(?:→|\t|\s?[|│] ?)(.*)$")
 
 
 @dataclass(frozen=True)
@@ -54,12 +75,17 @@ class ToolResult:
 
     @cached_property
     def kind(self) -> str:
-        return kind_of(self.tool)
+        """What the call does; an editor that is asked to `view` reads."""
+        kind = kind_of(self.tool)
+        return "read" if kind == "edit" and self.arguments.get("command") == "view" else kind
 
     @cached_property
     def command(self) -> str:
-        """The shell line of a bash call, else empty."""
-        return str(self.arguments.get("command", "")) if self.kind == "bash" else ""
+        """The shell line of a bash call (a list of words is joined), else empty."""
+        given = next((self.arguments[a] for a in COMMAND_ARGUMENTS if self.arguments.get(a)), "")
+        if self.kind != "bash":
+            return ""
+        return shlex.join(map(str, given)) if isinstance(given, (list, tuple)) else str(given)
 
     @cached_property
     def path(self) -> str | None:
@@ -81,21 +107,23 @@ class ToolResult:
     @cached_property
     def heads(self) -> frozenset[str]:
         """The programs the shell line runs, without their folders."""
-        return frozenset(words[0].rsplit("/", 1)[-1] for words in self.commands)
+        return frozenset(program(words[0]) for words in self.commands)
 
     @cached_property
     def text(self) -> str:
-        """The output without terminal colours and without what the scaffold put around it."""
-        text = SCAFFOLD_BLOCK.sub("", ANSI.sub("", self.output))
-        return EXIT_CODE.sub("", re.sub(r"</?tool_use_error>", "", text)).strip("\n")
+        """The output without terminal colours, carriage returns and what the scaffold put around it: reminder blocks,
+        tags, exit state, line numbers. Marks of a cut stay."""
+        text = SCAFFOLD_BLOCK.sub("", ANSI.sub("", self.output.replace("\r\n", "\n")))
+        text = SCAFFOLD_TAG.sub("", SCAFFOLD_LINE.sub("", EXIT_CODE.sub("", text)))
+        return _without_numbers(text.strip("\n"))
 
     @cached_property
     def failed(self) -> bool:
         """An error was reported: exit code, error flag, or the exit code a scaffold wrote into the output."""
         if self.exit_code is not None:
             return self.exit_code != 0
-        written = EXIT_CODE.search(self.output)
-        return self.is_error or bool(written and int(written[1] or written[2]))
+        written = EXIT_CODE.search(self.output.replace("\r\n", "\n")) or EXIT_LINE.search(self.output)
+        return self.is_error or bool(written and any(int(code) for code in written.groups() if code))
 
     @cached_property
     def compound(self) -> bool:
@@ -109,7 +137,7 @@ class ToolResult:
 
     def runs(self, head: str, *subcommands: str) -> bool:
         """Whether the line runs `head` with one of the sub-commands (any, when none is given)."""
-        return any(words[0].rsplit("/", 1)[-1] == head and (not subcommands or set(words[1:2]) & set(subcommands))
+        return any(program(words[0]) == head and (not subcommands or subcommand(words) in subcommands)
                    for words in self.commands)
 
 
@@ -138,68 +166,31 @@ def is_validation(result: ToolResult) -> bool:
 
 def is_test(result: ToolResult) -> bool:
     """Like is_validation, without formatting and looking at the diff."""
-    quiet = ({"git"}, {"gofmt"}, {"goimports"}, {"ruff"})
-    return any(_validates(words) and {words[0]} not in quiet and "fmt" not in words[1:2] for words in result.commands)
+    quiet = {"git", "gofmt", "goimports", "ruff"}
+    return any(_validates(words) and words[0] not in quiet and subcommand(words) != "fmt" for words in result.commands)
 
 
 def _validates(words: tuple[str, ...]) -> bool:
-    head, rest = words[0].rsplit("/", 1)[-1], words[1:]
+    head, rest = program(words[0]), words[1:]
     if re.fullmatch(r"python[\d.]*", head):
         module = rest[rest.index("-m") + 1:][:1] if "-m" in rest else ()
         return bool(set(module) & PYTHON_MODULES) or any(PYTHON_SCRIPT.search(word) for word in rest[:1])
+    if head in ("ruby", "node", "php", "perl", "bash", "sh"):
+        return "--test" in rest or any(SCRIPT_TESTS.search(word) for word in rest if not word.startswith("-"))
     if head in SUBCOMMANDS:
-        return SUBCOMMANDS[head] is None or bool(set(rest[:1]) & SUBCOMMANDS[head])
-    return head in TESTERS
+        known = SUBCOMMANDS[head]
+        return known is None or subcommand(words) in known or bool(set(rest[:1]) & known)
+    return head in TESTERS or bool(re.fullmatch(r"(run_?)?tests?(\.sh)?", head) and "/" in words[0])
 
 
-def simple_commands(line: str) -> tuple[tuple[str, ...], ...]:
-    """A shell line's simple commands as words: split at ; & | and newlines, without assignments, wrappers (env,
-    timeout 5) and redirections; `bash -c "..."` is opened. Quoted text stays a word, so a command that is only
-    quoted is not seen. A line with an unclosed quote is split at blanks."""
-    parts: list[list[str]] = [[]]
-    for word in _words(line):
-        if word and set(word) <= set(";&|()\n"):
-            parts.append([])
-        else:
-            parts[-1].append(word)
-    found: list[tuple[str, ...]] = []
-    for part in parts:
-        words = _bare(part)
-        if len(words) > 2 and words[0] in ("bash", "sh") and words[1] in ("-c", "-lc"):
-            found += simple_commands(words[2])
-        elif words:
-            found.append(tuple(words))
-    return tuple(found)
-
-
-def _words(line: str) -> list[str]:
-    lexer = shlex.shlex(line.replace("\\\n", " "), posix=True, punctuation_chars=";&|()\n")
-    lexer.whitespace = " \t\r"
-    lexer.whitespace_split = True
-    lexer.commenters = ""
-    try:
-        return list(lexer)
-    except ValueError:
-        return re.sub(r"([;&|()\n]+)", r" \1 ", line).split(" ")
-
-
-def _bare(words: list[str]) -> list[str]:
-    """Without leading assignments and wrapper programs."""
-    words = [word for word in words if word]
-    while words:
-        if re.match(r"[A-Za-z_]\w*=", words[0]):
-            words = words[1:]
-        elif words[0] in RUNNERS and words[1:2] == [RUNNERS[words[0]]]:
-            words = words[2:]
-        elif words[0] in WRAPPERS:
-            skip = WRAPPERS[words[0]]
-            words = words[1:]
-            while words and words[0].startswith("-"):
-                words = words[1:]
-            words = words[skip:]
-        else:
-            return words
-    return words
+def _without_numbers(text: str) -> str:
+    """Takes off line numbers, where every line that says anything has one and they count up by one."""
+    lines = [NUMBERED.match(line) or line for line in text.split("\n")]
+    numbers = [int(line[1]) for line in lines if isinstance(line, re.Match)]
+    plain = [line for line in lines if isinstance(line, str) and line.strip()]
+    if not numbers or plain or numbers != list(range(numbers[0], numbers[0] + len(numbers))):
+        return text
+    return "\n".join(line if isinstance(line, str) else line[2] for line in lines)
 
 
 def _unfold(line: str) -> list[str]:

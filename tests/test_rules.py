@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from oprd.rollout.rules import RULES, matches
-from oprd.rollout.toolresult import ToolResult, is_test, is_validation, simple_commands
+from oprd.rollout.shell import simple_commands
+from oprd.rollout.toolresult import ToolResult, is_test, is_validation
 
 CORPUS = next((p for p in (Path("/work/shared/tool_outputs"), Path("shared/tool_outputs")) if p.is_dir()), None)
 FIRES = {"positive", "positive-borderline", "positive-silent"}
