@@ -16,7 +16,7 @@ setup(
     package_data={"oprd.rollout": ["*.toml"]},
     # torch is pinned: the CPU build of this very version is what the tests' bit-exactness was measured with.
     install_requires=["torch==2.13.0", "safetensors>=0.5", "tokenizers>=0.21", "numpy>=1.26", "pydantic>=2.7",
-                      "tensorboard>=2.17", "tqdm>=4.66", "jinja2>=3.1"],
+                      "tensorboard>=2.17", "tqdm>=4.66", "jinja2>=3.1.6"],
     extras_require={
         "gpu": ["triton>=3.3", "flash-attn>=2.7"],
         "sglang": ["sglang>=0.5.20"],

@@ -37,12 +37,12 @@ GENERATION = {  # generation prompts by name
 class Form:
     """How a family of models writes a conversation.
 
-    dialect: of tool calls. thinking, silent: its generation prompts (GENERATION) with and without thinking. system: the
-    system message of a conversation that has none. trims: contents are stripped. json_scalars: see write_call.
+    dialect: of tool calls. thinking, silent: its generation prompts (GENERATION) with thinking, if it can, and without.
+    system: the system message of a conversation that has none. trims: contents are stripped. json_scalars: write_call.
     """
 
     dialect: str
-    thinking: str
+    thinking: str | None
     silent: str
     system: str | None = None
     trims: bool = False
@@ -54,9 +54,9 @@ FORMS = {
     "qwen3_5": Form("xml", "think", "no_think", trims=True),
     "qwen3_6": Form("xml", "think", "no_think", trims=True, json_scalars=True),
     "qwen3": Form("json", "plain", "no_think"),
-    "qwen3_instruct": Form("json", "plain", "plain"),
-    "qwen2_5": Form("json", "plain", "plain", system=_QWEN),
-    "bare": Form("xml", "plain", "plain"),  # Qwen3.5's calls and nothing more: MicroSWE's tiny models
+    "qwen3_instruct": Form("json", None, "plain"),
+    "qwen2_5": Form("json", None, "plain", system=_QWEN),
+    "bare": Form("xml", None, "plain"),  # Qwen3.5's calls and nothing more: MicroSWE's tiny models
 }
 
 # The tool block the models were trained on: what stands before and after the schemas (JSON, one a line).
@@ -95,7 +95,12 @@ class Reply:
 
 
 class Chat:
-    """The frame for one tokenizer, one call dialect (`xml` or `json`) and one generation prompt (GENERATION)."""
+    """The frame for one tokenizer, one call dialect (`xml` or `json`) and one generation prompt (GENERATION).
+
+    cannot_act: why no agent can speak through it, or None.
+    """
+
+    cannot_act: str | None = None
 
     def __init__(self, tokenizer: Tokenizer, dialect: str = "xml", generation: str = "plain", system: str | None = None,
                  trims: bool = False, json_scalars: bool = False):
@@ -117,12 +122,15 @@ class Chat:
         self.tokenizer, self.dialect, self.generation = tokenizer, dialect, generation
         self._controls = dict(controls)
         self._control_pattern = re.compile("(" + "|".join(map(re.escape, self._controls)) + ")")
-        self._call, self._call_end = (self._controls.get(name) for name in ("<tool_call>", "</tool_call>"))
+        self._call, self._call_end = (
+            self._controls.get(name) if dialect else None for name in ("<tool_call>", "</tool_call>"))
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, form: str, thinking: bool = False) -> "Chat":
-        """The frame of a family (FORMS)."""
+        """The frame of a family (FORMS). ValueError: thinking where the family has none."""
         f = FORMS[form]
+        if thinking and not f.thinking:
+            raise ValueError(f"chat.thinking = true must be false for the form {form}, which has no thinking")
         return cls(tokenizer, f.dialect, f.thinking if thinking else f.silent, f.system, f.trims, f.json_scalars)
 
     # ---- what the environment writes ------------------------------------------------------------------------------
@@ -268,7 +276,8 @@ class Chat:
         try:
             if self.trims:
                 return self.assistant(message.text.strip(), calls, message.reasoning.strip())
-            return self.assistant(message.text, calls, message.reasoning)
+            text = message.text.lstrip("\n") if message.reasoning else message.text  # as Qwen3's template joins them
+            return self.assistant(text, calls, message.reasoning.strip("\n"))
         except ValueError as error:
             raise FieldError(at, str(error), "unspeakable") from None
 

@@ -50,9 +50,8 @@ def chat_of(config: Config, path: Path, acts: bool) -> Chat:
     tokenizer, model = Tokenizer.load(path), hf.load_config(path)
     tokenizer.fits(model.vocab_size)
     chat = frame(path, tokenizer, config.chat.form, config.chat.thinking, model.model_type)
-    if acts and chat.dialect is None:
-        raise ValueError(f"{path}: its chat template writes tool calls in a form this program cannot read; it reads "
-                         "Qwen's, in XML or JSON between <tool_call> and </tool_call>")
+    if acts and chat.cannot_act:
+        raise ValueError(f"{path}: {chat.cannot_act}")
     return chat
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Iterable, Sequence
 
@@ -44,6 +45,20 @@ class Tokenizer:
         self._plain = tokenizers.Tokenizer.from_str(json.dumps({**parsed, "added_tokens": [], "post_processor": None}))
         self.vocab_size = 1 + max(self._full.get_vocab(with_added_tokens=True).values())
         self.control_ids = frozenset(t["id"] for t in parsed.get("added_tokens", ()))
+        self._check_controls([(t["content"], t["id"]) for t in parsed.get("added_tokens", ())])
+
+    def _check_controls(self, added: Sequence[tuple[str, int]]) -> None:
+        """ValueError unless every added token is there once, is its one id, and no encoded text makes it."""
+        times = Counter(name for name, _ in added)
+        for name, id in added:
+            ids = self._full.encode(name, add_special_tokens=False).ids
+            if times[name] > 1:
+                raise ValueError(f"added token {name!r} is listed {times[name]} times; it must be there once")
+            if ids != [id]:
+                raise ValueError(f"added token {name!r} is encoded as the ids {ids}; it must be {id}, as it is listed")
+            if not self.control_ids.isdisjoint(self.encode(name)):
+                raise ValueError(f"added token {name!r} is also an entry of the vocabulary that ordinary text is encoded "
+                                 "with, so text could forge it; use a tokenizer.json that lists it only as added")
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:

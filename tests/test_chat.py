@@ -1,17 +1,14 @@
 """The chat frame: rendered rows equal the conversation as it grew and Qwen's own templates; replies read back."""
 
-import functools
 import itertools
 import json
 import random
-from importlib import metadata
 
-import jinja2
 import pytest
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
-from oprd.core.chat import FORMS, GENERATION, Chat, Reply
+from oprd.core.chat import GENERATION, Chat, Reply
 from oprd.core.messages import FieldError
 from oprd.core.tokenizer import MARKS, SPECIAL, Tokenizer, train_bpe
 from oprd.core.types import ToolCall
@@ -431,6 +428,8 @@ def test_a_tokenizer_without_response_marks_spells_them(tokenizer):
     spec = json.loads(tokenizer.spec)
     gone = ("<tool_response>", "</tool_response>", "<think>", "</think>", "<|endoftext|>")
     spec["added_tokens"] = [t for t in spec["added_tokens"] if t["content"] not in gone]
+    for i, token in enumerate(spec["added_tokens"]):
+        token["id"] = len(spec["model"]["vocab"]) + i
     old = Tokenizer(json.dumps(spec))
     chat = Chat(old, "json")
     turn = "<|im_start|>user\n<tool_response>\nx\n</tool_response><|im_end|>\n"
@@ -443,95 +442,6 @@ def test_unknown_dialects_and_generation_prompts_are_refused(tokenizer):
         Chat(tokenizer, "yaml")
     with pytest.raises(ValueError, match="generation = 'ponder' must be one of plain, no_think, think"):
         Chat(tokenizer, "xml", "ponder")
-
-
-# ---- Qwen's own templates --------------------------------------------------------------------------------------------
-
-
-def official_template(name: str) -> str:
-    """One of Qwen's chat templates, as shipped in the trl package."""
-    try:
-        files = [f for f in metadata.files("trl") if f.name == f"{name}.jinja"]
-    except metadata.PackageNotFoundError:
-        files = []
-    if not files:
-        pytest.skip("needs Qwen's templates: pip install --no-deps trl==1.16.0")
-    return files[0].read_text()
-
-
-@functools.cache
-def template(name: str):
-    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
-    environment.filters["tojson"] = lambda value, **_: json.dumps(value, ensure_ascii=False)
-    environment.globals["raise_exception"] = lambda text: pytest.fail(text)
-    return environment.from_string(official_template(name))
-
-
-# form, thinking, official template, its switch; rows in which the template rewrites nothing that stands before
-TEMPLATES = [("qwen3_5", False, "qwen3_5_nothink", {}), ("qwen3_5", True, "qwen3_5_think", {}),
-             ("qwen3_5", False, "qwen3_5_think", {"enable_thinking": False}),
-             ("qwen3_5", True, "qwen3_5_nothink", {"enable_thinking": True}),
-             ("qwen3_6", True, "qwen3_6", {}), ("qwen3_6", False, "qwen3_6", {"enable_thinking": False}),
-             ("qwen3", True, "qwen3", {}), ("qwen3", False, "qwen3", {"enable_thinking": False}),
-             ("qwen3_instruct", False, "qwen3_instruct_2507", {}), ("qwen2_5", False, "qwen2_5", {})]
-
-
-def conversation(rng, words, reasons, turns):
-    """A random append-only row: perhaps a system message, one user message, then calls and their results."""
-    row = [{"role": "system", "content": rng.choice(words)}] if rng.random() < 0.6 else []
-    row.append({"role": "user", "content": rng.choice(words)})
-
-    def assistant(content, calls=()):
-        thought = {"reasoning_content": rng.choice(words).strip()} if reasons else {}
-        return {"role": "assistant", "content": content, **thought, **({"tool_calls": list(calls)} if calls else {})}
-
-    for _ in range(turns - 1):
-        calls = [call("bash", cmd=rng.choice(words + [""]), n=rng.choice([1, 2.5, None, True, {"a": [1]}]))
-                 for _ in range(rng.randrange(1, 4))]
-        row.append(assistant(rng.choice(words + [""]), calls))
-        row += [{"role": "tool", "content": rng.choice(words + [""])} for _ in calls]
-    row.append(assistant(rng.choice(words)))
-    return row
-
-
-@pytest.mark.parametrize("form, thinking, name, switch", TEMPLATES)
-def test_a_row_equals_qwens_template_rendered_once(tokenizer, form, thinking, name, switch):
-    rng = random.Random(3)
-    chat = Chat.of(tokenizer, form, thinking)
-    words = ["fix foo.py", "a\n\n\nb", "é: ok!", "def run(cmd):\n    return", "x", "(\n)", "1. a\n2. b"]
-    if FORMS[form].trims:
-        words += ["  spaces \n", "\ttab"]
-    official = functools.partial(template(name).render, **switch)
-    clean = [{**tool, "function": {"name": "bash", "description": 'a "b" é < > & \''}} for tool in TOOLS]
-    # Qwen3 without thinking shows the empty think block in the last turn alone: only one turn is append-only
-    turns = 1 if (form, thinking) == ("qwen3", False) else 4
-    for _ in range(60):
-        row = conversation(rng, words, thinking, rng.randrange(1, turns + 1))
-        tools = clean if rng.random() < 0.5 else None
-        ids, _ = chat.render(row, tools)
-        assert ids + tokenizer.encode("\n") == trusted(tokenizer, official(messages=row, tools=tools))
-        asked = official(messages=row[:-1], tools=tools, add_generation_prompt=True)
-        assert chat.render(row[:-1], tools)[0] + chat.generation_ids == trusted(tokenizer, asked)
-
-
-@pytest.mark.parametrize("form, thinking", sorted({(form, thinking) for form, thinking, *_ in TEMPLATES}))
-def test_a_trained_span_follows_the_generation_prompt_and_reads_back(tokenizer, form, thinking):
-    rng = random.Random(4)
-    chat = Chat.of(tokenizer, form, thinking)
-    for _ in range(20):
-        row = conversation(rng, ["one", "two\n\nthree", "é"], thinking, 3)
-        ids, mask = chat.render(row)
-        spans = [[i for i, _ in run] for on, run in itertools.groupby(zip(ids, mask), key=lambda pair: pair[1]) if on]
-        assistants = [m for m in row if m["role"] == "assistant"]
-        assert len(spans) == len(assistants)
-        at = 0
-        for span, message in zip(spans, assistants):
-            at = next(i for i in range(at, len(ids)) if list(ids[i : i + len(span)]) == span and mask[i])
-            assert ids[at - len(chat.generation_ids) : at] == chat.generation_ids
-            reply = chat.parse(span)
-            assert reply.problem is None and reply.content == message["content"]
-            assert reply.reasoning == message.get("reasoning_content", "")
-            at += len(span)
 
 
 def test_without_a_closing_tag_a_thinking_model_has_not_answered(tokenizer):

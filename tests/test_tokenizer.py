@@ -129,3 +129,28 @@ def test_transformers_reads_the_file_and_agrees_on_plain_text(small, tmp_path):
     text = "def ledger_total(items):\n    return 12\n"
     assert tuple(theirs.encode(text, add_special_tokens=False)) == small.encode(text)
     assert tokenizers.Tokenizer.from_str(small.spec).get_vocab_size() == small.vocab_size
+
+
+def test_a_control_token_is_there_once_as_one_id_of_its_own_or_the_file_is_refused(small, tmp_path):
+    def refused(change, words):
+        spec = json.loads(small.spec)
+        change(spec)
+        (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+        with pytest.raises(ValueError, match=f"not a usable tokenizer.json: added token {words}") as caught:
+            Tokenizer.load(tmp_path)
+        assert "\n" not in str(caught.value)
+
+    def mark(spec, name="<think>"):
+        return next(t for t in spec["added_tokens"] if t["content"] == name)
+
+    refused(lambda spec: spec["added_tokens"].append(dict(mark(spec))), "'<think>' is listed 2 times")
+    refused(lambda spec: mark(spec).update(id=5), rf"'<think>' is encoded as the ids \[{small.token_id('<think>')}\]")
+
+    def forge(spec):  # the last merged piece becomes the mark's spelling, which the model looks up whole
+        vocabulary = spec["model"]["vocab"]
+        id = vocabulary.pop("".join(spec["model"]["merges"].pop()))
+        vocabulary["<think>"] = mark(spec)["id"] = id
+        mark(spec, "</think>")["id"] -= 1
+        spec["model"]["ignore_merges"], spec["pre_tokenizer"] = True, None
+
+    refused(forge, "'<think>' is also an entry of the vocabulary")
