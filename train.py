@@ -38,8 +38,10 @@ from oprd.rollout.annotate import table as annotation_table
 from oprd.rollout.attempts import Attempt, Outcome
 from oprd.rollout.evaluate import Report, attempts_at, evaluate, table
 from oprd.rollout.harness import Harness
+from oprd.rollout.match_rules import match_lines
 from oprd.rollout.native import NativeEngine
 from oprd.rollout.records import Keeper
+from oprd.rollout.rubric import load_rubric
 from oprd.rollout.teach import OutcomeRouting, fates, measured
 from oprd.sandbox.box import Broke
 from oprd.sandbox.task import read_tasks
@@ -238,7 +240,17 @@ def annotation(config: Config, options) -> None:
     print(annotation_table(found, harness.rubric))
 
 
-COMMANDS = {"score": score, "export": export, "annotate": annotation}
+def match_rules(config: Config, options) -> None:
+    """The hard rules that fire on recorded tool calls, one line for one line, to the terminal."""
+    if not options.input:
+        raise ValueError('--stage match-rules needs --input FILE.jsonl with lines of {"id", "tool", "arguments", '
+                         '"exit_code", "output"}')
+    r = config.reminders
+    for line in match_lines(options.input, load_rubric(*([r.rubric] if r.rubric else [])), r.disabled):
+        print(json.dumps(line), flush=True)
+
+
+COMMANDS = {"score": score, "export": export, "annotate": annotation, "match-rules": match_rules}
 
 
 def _model_folder(config: Config, stage: str) -> Path:

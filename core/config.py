@@ -17,8 +17,9 @@ from typing import Any, Literal, Mapping, NoReturn
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 STAGES = ("microswe", "pretrain", "coding-sft", "if-sft", "oprd", "eval", "all", "score", "export",
-          "annotate")
-FILES = {"input": ("score", "annotate"), "output": ("score", "export", "annotate")}  # option of the command line: stages that take it
+          "annotate", "match-rules")
+FILES = {"input": ("score", "annotate", "match-rules"),  # option of the command line: stages that take it
+         "output": ("score", "export", "annotate")}
 
 
 class Section(BaseModel):
@@ -207,7 +208,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     parser.add_argument("--config", metavar="FILE.toml", help="settings file")
     parser.add_argument("--model", metavar="DIR", dest="model.path", default=argparse.SUPPRESS,
                         help="short for --model.path: the Hugging Face folder to start from")
-    parser.add_argument("--input", metavar="PATH", help='score: lines of {"ids": [...]}; annotate: recorded attempts')
+    parser.add_argument("--input", metavar="PATH", 
+                        help='score: lines of {"ids": [...]}; annotate: recorded attempts; match-rules: tool calls')
     parser.add_argument("--output", metavar="PATH", help="score: where to write (default: the terminal); export: folder")
     parser.add_argument("--resume", action="store_true", help="go on from the newest complete checkpoint")
     parser.add_argument("--dry-run", action="store_true", help="print settings and derived numbers, then stop")

@@ -50,8 +50,8 @@ def simple_commands(line: str) -> tuple[tuple[str, ...], ...]:
             found += simple_commands(words[2])
         elif words:
             found.append(tuple(words))
-            if words[0] == "find" and (inner := [i for i, w in enumerate(words) if re.fullmatch("-(exec|ok)(dir)?", w)]):
-                found += [tuple(words[i + 1:]) for i in inner if words[i + 1:]]
+            inner = [i for i, word in enumerate(words) if re.fullmatch("-(exec|ok)(dir)?", word)]
+            found += [tuple(words[i + 1:]) for i in inner if words[0] == "find" and words[i + 1:]]
     return tuple(found)
 
 

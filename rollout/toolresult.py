@@ -60,6 +60,7 @@ EXIT_CODE = re.compile(r"\A\s*(?:<exception>[^\n]*</exception>\s*)?"
                        r"(?:(?:Process exited with code|Exit code:?) (-?\d+)(?:\n|\Z)"
                        r"(?:Wall time:[^\n]*\n)?(?:Output:\n)?|<returncode>(-?\d+)</returncode>)")
 EXIT_LINE = re.compile(r"^\[(?:The command completed|Command finished) with exit code (-?\d+)\.?\]", re.M)
+QUOTE = 200  # characters of a line that are quoted as evidence
 NUMBERED = re.compile(r"^\s*(\d+)(?:→|\t|\s?[|│] ?)(.*)$")
 
 
@@ -75,8 +76,10 @@ class ToolResult:
 
     @cached_property
     def kind(self) -> str:
-        """What the call does; an editor that is asked to `view` reads."""
+        """What the call does; an editor that is asked to `view` reads, and an unknown tool with a command is a shell."""
         kind = kind_of(self.tool)
+        if kind == "other" and self.arguments.get("command") and not self.path:
+            return "bash"
         return "read" if kind == "edit" and self.arguments.get("command") == "view" else kind
 
     @cached_property
@@ -135,6 +138,15 @@ class ToolResult:
         """The text's lines; `go test -json` events unfolded into what they print."""
         return tuple(part for line in self.text.splitlines() for part in _unfold(line))
 
+    @cached_property
+    def went_wrong(self) -> bool:
+        """Failed, or the exit code belongs to another part of the shell line."""
+        return self.failed or self.compound
+
+    def line(self, pattern: re.Pattern) -> str | None:
+        """The first output line the pattern is found in, cut to a quotable length."""
+        return next((line.strip()[:QUOTE] for line in self.lines if pattern.search(line)), None)
+
     def runs(self, head: str, *subcommands: str) -> bool:
         """Whether the line runs `head` with one of the sub-commands (any, when none is given)."""
         return any(program(words[0]) == head and (not subcommands or subcommand(words) in subcommands)
@@ -174,7 +186,8 @@ def _validates(words: tuple[str, ...]) -> bool:
     head, rest = program(words[0]), words[1:]
     if re.fullmatch(r"python[\d.]*", head):
         module = rest[rest.index("-m") + 1:][:1] if "-m" in rest else ()
-        return bool(set(module) & PYTHON_MODULES) or any(PYTHON_SCRIPT.search(word) for word in rest[:1])
+        return bool(set(module) & PYTHON_MODULES) or any(PYTHON_SCRIPT.search(word) for word in rest[:1]) \
+            or rest[1:2] == ("test",)  # manage.py test
     if head in ("ruby", "node", "php", "perl", "bash", "sh"):
         return "--test" in rest or any(SCRIPT_TESTS.search(word) for word in rest if not word.startswith("-"))
     if head in SUBCOMMANDS:

@@ -63,16 +63,39 @@ def test_a_users_file_adds_replaces_and_disables(tmp_path):
         assert rubric["hard_python_syntax"].match(other) is None
 
 
+def test_a_users_rule_can_be_tied_to_a_tool_and_told_when_not_to_fire(tmp_path):
+    rule = load_rubric(user(tmp_path, NEW_RULE + "tool = \"^Bash$\"\nunless = \"--check|future\""))["hard_python_syntax"]
+    shown = "SyntaxError: from __future__ must come first\nSyntaxError: invalid syntax"
+
+    def match(tool, command, output=shown):
+        return rule.match(ToolResult(tool, {"command": command}, 1, True, output))
+
+    assert match("Bash", "python a.py") == "SyntaxError: invalid syntax"
+    assert match("bash", "python a.py") is None and match("Bash", "python a.py --check") is None
+    assert match("Bash", "python a.py", shown.split("\n")[0]) is None
+
+
+def test_a_built_in_hard_rule_is_replaced_by_patterns_of_the_users(tmp_path):
+    text = "[hard_malformed_search]\ncommand = \"^csearch \"\noutput = \"bad pattern\"\naction = \"Quote it.\"\n"
+    rule = load_rubric(user(tmp_path, text))["hard_malformed_search"]
+    assert rule.match(ToolResult("bash", {"command": "csearch a("}, 2, True, "csearch: bad pattern a(")) and rule.hard
+    assert rule.match(ToolResult("bash", {"command": "rg 'a('"}, 2, True, "rg: regex parse error:")) is None
+    assert rule.action == "Quote it."
+
+
 @pytest.mark.parametrize("text, message", [
-    (NEW_RULE.replace('"R1"', '"R9"'), "hard_python_syntax: class = 'R9' must be one of R1, R2, R3, R4"),
+    (NEW_RULE.replace('"R1"', '"R9"'), "hard_python_syntax: class = 'R9' must be one of R1, R2, R3, R4; did you mean R1?"),
     (NEW_RULE.replace('"hard"', '"soft"'), "family = 'soft' must be one of"),
     (NEW_RULE.replace('trigger = "Python could not parse a file."', ""), "has no field trigger"),
-    (NEW_RULE.replace("trigger", "trigger_"), "unknown field trigger_"),
+    (NEW_RULE.replace("trigger", "trigger_"), "hard_python_syntax has an unknown field trigger_; did you mean trigger?"),
     (NEW_RULE + NEW_RULE, "is a category named twice?"),
-    (NEW_RULE.replace('output = "^SyntaxError: "', ""), "output is missing"),
+    (NEW_RULE.replace('output = "^SyntaxError: "', ""), "hard_python_syntax: output is missing"),
+    ("[hard_go_compile_error]\ncommand = \"x\"", "hard_go_compile_error: output is missing"),
+    ("[hard_go_compile_eror]\nenabled = false", "has no field class; did you mean hard_go_compile_error?"),
+    (NEW_RULE + "unless = \"[\"", "hard_python_syntax: unless = '[' is no regular expression"),
     (NEW_RULE.replace("^SyntaxError", "(SyntaxError"), "is no regular expression"),
     (NEW_RULE.replace("reported line", "line {line}"), "holds the slot {line}, but a hard rule's"),
-    ("[one_condition_repair]\naction = \"See {file}.\"", "unknown slot {file}; known are path, name, target, line"),
+    ("[one_condition_repair]\naction = \"See {file}.\"", "unknown slot {file}; did you mean line?"),
     ("[one_condition_repair]\nenabled = \"no\"", "enabled = 'no' must be true or false"),
     ("[one_condition_repair]\naction = \"\"", "action = '' must be a non-empty text"),
     ("[one_condition_repair]\noutput = \"x\"", "belongs to hard rules"),
