@@ -197,6 +197,14 @@ def test_a_trained_span_follows_the_generation_prompt_and_reads_back(tokenizer, 
         assert next(said, None) is None
 
 
+def test_qwen3_drops_newlines_around_reasoning_and_before_the_words_after_it(tokenizer):
+    chat = Chat.of(tokenizer, "qwen3", True)
+    for reasoning, content in itertools.product(("hm", "\n\nhm\n", " hm "), ("yes", "\n\nyes\n", " yes")):
+        row = [{"role": "user", "content": "\nq\n"}, {"role": "assistant", "content": content, "tool_calls": [
+            call("bash", cmd="ls")], "reasoning_content": reasoning}, {"role": "tool", "content": "\nx\n"}]
+        assert tokenizer.decode(chat.render(row)[0]) == official("qwen3", row)
+
+
 def test_a_reply_as_sampled_is_stored_with_its_calls_and_renders_to_the_same_ids(tokenizer):
     for form, thinking in (("qwen3_5", True), ("qwen3_5", False), ("qwen3", True), ("qwen2_5", False)):
         chat = Chat.of(tokenizer, form, thinking)
