@@ -17,17 +17,17 @@ GO_FMT = re.compile(r"^\s*go fmt ")
 
 def go_fmt_cross_dir(result: ToolResult) -> str | None:
     """`go vet` and `go test` say the same of their files: only `go fmt` with more than one folder counts."""
-    said = result.line(CROSS_DIR)
-    if not said or not any(program(w[0]) == "go" and subcommand(w) == "fmt" and _more_than_one(w)
-                           for w in result.commands):
-        return said if said and result.heads & BUILDERS and result.line(GO_FMT) else None
-    return said
+    formats = any(program(words[0]) == "go" and subcommand(words) == "fmt" and _more_than_one(words)
+                  for words in result.commands)
+    echoed = result.heads & BUILDERS and result.line(GO_FMT)
+    return result.line(CROSS_DIR) if formats or echoed else None
 
 
 def _more_than_one(words: tuple[str, ...]) -> bool:
     """Files of two folders, or something that only the shell, find or xargs fills in."""
     files = [word for word in words[1:] if word.endswith(".go")]
-    return len({word.rpartition("/")[0] for word in files}) > 1 or not files or any(set("*$`{") & set(w) for w in words)
+    filled_in = len(words) == 2 or any(set("*$`{") & set(word) for word in words)
+    return filled_in or len({word.rpartition("/")[0] for word in files}) > 1
 
 
 DIAGNOSTIC = re.compile(r"^(?P<vet>vet: )?(?:\./|/|\.\./)*[\w./@+ -]+\.go:\d+:\d+: (?P<what>.+)")

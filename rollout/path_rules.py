@@ -22,13 +22,15 @@ NO_FILE = re.compile(
     r"Test file .* not found|No test files found: |No files matching|can't cd to|^\S*: (\d+: )?\./\S+: not found|"
     r"POM file .* does not exist|Project file does not exist|NoSuchFileException|no such file", re.I)
 SHELLS = re.compile(r"^(?:/\S*/)?(?:bash|sh|dash|zsh|ksh|ash)(?:: (?:-c: )?line \d+|: \d+|:\d+)?: ")
+SCRIPT = re.compile(r"^\S+: line \d+: ")  # a script complains, of its own affairs
 QUOTING = re.compile(r"^(\s|E  |>)|^(\S+:)?\d+[:-]|^(AssertionError|panic|thread ')")  # a trace, a hit, a diff
-INCLUDE = re.compile(r":\d+(:\d+)?: (fatal )?error: |^(ld|collect2|\S*/ld): ")
+DEPENDENCY = re.compile(r":\d+(:\d+)?: (fatal )?error: |cannot find -l")  # a header or a library, no path of the call
 TESTS_OWN = re.compile(r"^(ERROR: (file or directory )?not found: |pattern \S+: |l?stat |go: |no required module|"
                        r"FAIL\s+\S+ \[setup failed\]|error: (manifest|couldn't read|file not found)|Test file |"
                        r"Error: No test files|\S*python[\d.]*: can't open|Cannot open file|Could not open|"
-                       r"make(\[\d+\])?: |gcc: |g\+\+: |cc1: |clang|ninja: |CMake Error|javac: |error TS|POM file|"
-                       r"MSBUILD|Error: Cannot find module|\S+: can't (read|open))", re.I)
+                       r"make(\[\d+\])?: |\[Errno 2\] No such file|\S*ld: |gcc: |g\+\+: |cc1: |"
+                       r"clang|ninja: |CMake Error|javac: |error TS|"
+                       r"POM file|MSBUILD|Error: Cannot find module|\S+: can't (read|open))", re.I)
 SPEAKER = re.compile(r"^(?:/\S*/)?(?P<who>[\w.+-]+): ")
 PATHS = re.compile(r"[^\s'\"`‘’“”:;,()\[\]<>]*[\w-][^\s'\"`‘’“”:;,()\[\]<>]*")
 NO_TOOL_PATH = re.compile(r"^(\W*error\W+|\w+ failed: )?((the )?(file|path|directory)\b.*(does not exist|not found|"
@@ -51,7 +53,7 @@ def missing_file_path_narrow(result: ToolResult) -> str | None:
         return None
     tests, named = is_test(result), _named(result)
     for line in result.lines:
-        if NO_FILE.search(line) and not QUOTING.match(line) and not INCLUDE.search(line) and \
+        if NO_FILE.search(line) and not QUOTING.match(line) and not DEPENDENCY.search(line) and \
                 _complains(line, result, tests, named):
             return line.strip()[:QUOTE]
     return None
@@ -60,11 +62,12 @@ def missing_file_path_narrow(result: ToolResult) -> str | None:
 def _complains(line: str, result: ToolResult, tests: bool, named: frozenset[str]) -> bool:
     """Whether a line is about a path of the call. A test's own output may speak of files: there the runner counts."""
     if SHELLS.match(line):
-        return not _script(line, named)
+        return not re.match(r"^\S+: \S+: line \d+: ", line)
+    if SCRIPT.match(line):
+        return False
     speaker = SPEAKER.match(line)
     speaks = bool(speaker) and speaker["who"] in result.heads
-    about = {base for path in PATHS.findall(line) if (base := _base(path)) in named
-             and (re.search(r"\w[./]\w", path) or f"'{path}'" in line)}
+    about = {base for path in PATHS.findall(line) if (base := _base(path)) in named and _as_path(path, line)}
     if tests and not (speaks or TESTS_OWN.match(line)):
         return False
     if "did not match" in line or "unknown revision" in line:  # git: a path, or the name of a branch?
@@ -75,9 +78,10 @@ def _complains(line: str, result: ToolResult, tests: bool, named: frozenset[str]
     return speaks or bool(about)
 
 
-def _script(line: str, named: frozenset[str]) -> bool:
-    """`bash: scripts/x.sh: line 3: ...` is a script's own complaint."""
-    return bool(re.match(r"^\S+: \S+: line \d+: ", line)) and not named & set(map(_base, PATHS.findall(line)))
+def _as_path(word: str, line: str) -> bool:
+    """Whether a word of a line is spoken of as a path, not as a word."""
+    plain = re.escape(word)
+    return bool(re.search(r"\w[./]\w", word) or re.search(rf"'{plain}'|\b{plain}: no such|: {plain}$", line, re.I))
 
 
 def _named(result: ToolResult) -> frozenset[str]:

@@ -79,7 +79,7 @@ def noisy_validation_output_narrow(result: ToolResult) -> str | None:
     """A failed validation whose output was cut, or is long with next to no diagnostics in it."""
     if not is_test(result) or not (result.failed or result.compound and RUN_FAILED.search(result.text)):
         return None
-    raw = [*result.lines, *(line for line in result.output.splitlines() if line.startswith("<output_head>"))]
+    raw = [*result.lines, *(line for line in result.output.splitlines() if "<output_head>" in line)]
     for line in raw:
         if CUT.search(line.strip()) and not TESTS_TRUNCATED.search(line):
             return line.strip()[:QUOTE]

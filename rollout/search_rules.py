@@ -19,7 +19,8 @@ REMOTE_GIT = {"ls-remote", "clone", "fetch", "pull", "push", "submodule", "remot
 
 FILE_TROUBLE = (r"No such file|Permission denied|Is a directory|Not a directory|os error|IO error|Input/output|"
                 r"binary file|(can't|cannot) open|[Tt]oo many (levels|open)|No files were searched|not permitted|"
-                r"name too long|not found|is also the output|[Ww]rite error|Broken pipe|Terminated|Value too large|file system loop")
+                r"name too long|not found|is also the output|[Ww]rite error|Broken pipe|Terminated|"
+                r"Value too large|file system loop")
 BAD_SEARCH = re.compile(  # a search program complains, and not of a file; the rest are those that do not say their name
     rf"^\[?([efzgu]{{0,2}}grep|rg|find|[gmn]?awk|ag|ack|fd)( error\])?: (?!warning)(?!.*({FILE_TROUBLE}))|"
     r"^(regex parse error|unrecognized file type|error parsing glob|PCRE2: error|"
@@ -52,7 +53,7 @@ NOTHING_FOUND = re.compile(r"\A\s*((No|0) (files|matches|results)( were)?( found
 PYTHON_ALONE = re.compile(r"bad escape \\[pPzh<>]|global flags|unknown extension \?<|redefinition|look-behind")
 UNKNOWN_TO_RUST = ("bad escape", "unterminated character set", "missing ), unterminated subpattern",
                    "unbalanced parenthesis", "nothing to repeat", "bad character range")
-CHARACTER_SET = re.compile(r"\\.|\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\]", re.S)
+CHARACTER_SET = re.compile(r"\\[pPxuU]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\]", re.S)
 OPEN_BRACE = re.compile(r"\{(?!\d+(,\d*)?\}|,\d+\})")
 LOOK_AROUND = re.compile(r"\(\?(?:[=!]|<[=!])")
 FILE_TYPES = frozenset("""ada agda aidl alire amake asciidoc asm asp ats avro awk bat batch bazel bitbake boxlang brotli
@@ -125,7 +126,7 @@ def semantic_search_auth(result: ToolResult) -> str | None:
         if fetches and OWN_MACHINE.search(result.command):  # the program under work, not a helper
             return None
         page = fetches and (len(result.lines) <= 3 or result.line(re.compile(r"^(< )?HTTP/[\d.]+ 40[13]\b")))
-        return _refusal(result, plainly=False) if result.failed or page else None
+        return _refusal(result, plainly=not result.failed) if result.failed or page else None
     if result.kind in ("search", "glob") or result.kind == "other" and DISCOVERY_TOOL.search(result.tool):
         return _refusal(result, plainly=not result.failed) if result.failed or len(result.lines) <= 3 else None
     return None

