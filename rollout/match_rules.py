@@ -26,7 +26,7 @@ def match_lines(path: str | Path, rubric: Rubric, off: tuple[str, ...] = ()) -> 
         if name not in rubric:
             raise ValueError(f"reminders.disabled names {name!r}, which is no category of the rubric; "
                              f"did you mean {nearest(name, rubric.categories)}?")
-    if not Path(path).is_file():
+    if not Path(path).exists() or Path(path).is_dir():  # a pipe will do
         raise FileNotFoundError(f"--input {path} is no file")
     rules = [category for category in rubric.hard if category.name not in off]
     with open(path, "rb") as file:
