@@ -68,7 +68,7 @@ RUN_FAILED = re.compile(
     r"^\s*--- FAIL|^FAIL\b|^panic:|^FAILED\b|\b[1-9]\d* (tests? )?(failed|failures?|errors?)\b|"
     r"(Failures|Errors): [1-9]|^test result: FAILED|BUILD (FAILURE|FAILED)|^FAILURES!|^npm (ERR!|error)|"
     r"^error(\[E\d+\])?: |: error:|: error TS\d+|\bTests failed\b|^FAILED \(|^make: \*\*\*|"
-    r"^Segmentation fault|^not ok\b|^Traceback ", re.M)
+    r"^Segmentation fault|^not ok\b|^Traceback ")
 DIAGNOSTIC = re.compile(r"\bFAIL(ED)?\b|\bpanic:|assert|\b[Ee]rror\b|Error: |Exception|:\d+:\d+: |\b[Ee]xpected\b|"
                         r"^E  |^not ok\b|[✕✖✘×●]")
 NARROWS = {"grep", "egrep", "rg", "tail", "head", "sed", "awk"}
@@ -77,7 +77,7 @@ NOISY_LINES, NOISY_SHARE = 200, 0.02
 
 def noisy_validation_output_narrow(result: ToolResult) -> str | None:
     """A failed validation whose output was cut, or is long with next to no diagnostics in it."""
-    if not is_test(result) or not (result.failed or result.compound and RUN_FAILED.search(result.text)):
+    if not is_test(result) or not (result.failed or result.compound and result.line(RUN_FAILED)):
         return None
     raw = [*result.lines, *(line for line in result.output.splitlines() if "<output_head>" in line)]
     for line in raw:

@@ -60,6 +60,7 @@ EXIT_CODE = re.compile(r"\A\s*(?:<exception>[^\n]*</exception>\s*)?"
                        r"(?:(?:Process exited with code|Exit code:?) (-?\d+)(?:\n|\Z)"
                        r"(?:Wall time:[^\n]*\n)?(?:Output:\n)?|<returncode>(-?\d+)</returncode>)")
 EXIT_LINE = re.compile(r"^\[(?:The command completed|Command finished) with exit code (-?\d+)\.?\]", re.M)
+LONGEST = 1000  # characters of a line that are looked at
 QUOTE = 200  # characters of a line that are quoted as evidence
 NUMBERED = re.compile(r"^\s*(\d+)(?:→|\t|\s?[|│] ?)(.*)$")
 
@@ -114,7 +115,9 @@ class ToolResult:
 
     @cached_property
     def _plain(self) -> str:
-        return ANSI.sub("", self.output.replace("\r\n", "\n"))
+        """Without colours and carriage returns; what a tool says is no longer than LONGEST in a line."""
+        text = ANSI.sub("", self.output.replace("\r\n", "\n"))
+        return "\n".join(line if line.startswith('{"') else line[:LONGEST] for line in text.split("\n"))
 
     @cached_property
     def text(self) -> str:
@@ -140,7 +143,7 @@ class ToolResult:
     @cached_property
     def lines(self) -> tuple[str, ...]:
         """The text's lines; `go test -json` events unfolded into what they print."""
-        return tuple(part for line in self.text.splitlines() for part in _unfold(line))
+        return tuple(part[:LONGEST] for line in self.text.splitlines() for part in _unfold(line))
 
     @cached_property
     def went_wrong(self) -> bool:
