@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from oprd.core import sources
 from oprd.kernels.cross_entropy import token_nll
 
 
@@ -28,8 +29,8 @@ def logprobs(model, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
 
 
 def score_lines(model, lines: Sequence[dict[str, Any]], token_budget: int) -> Iterator[dict[str, Any]]:
-    """Every line with `logprobs`, in order; neighbours share a forward of at most token_budget tokens, and a longer line
-    has one of its own."""
+    """Every line with `logprobs`, in order; neighbours share a forward of at most token_budget tokens, and a longer
+    line has one of its own."""
     start = 0
     while start < len(lines):
         end, tokens = start, 0
@@ -48,13 +49,11 @@ def read_lines(path: str | Path, vocab_size: int) -> list[dict[str, Any]]:
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such file")
     lines = []
-    for number, text in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
-        if not text.strip():
-            continue
+    for number, text in sources.lines(file):
         where = f"{file}:{number}"
         try:
             line = json.loads(text)
-        except ValueError as problem:
+        except (ValueError, RecursionError) as problem:
             raise ValueError(f"{where}: not JSON ({problem})") from None
         ids = line.get("ids") if isinstance(line, dict) else None
         if not isinstance(ids, list) or not ids or any(type(i) is not int for i in ids):

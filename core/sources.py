@@ -50,7 +50,7 @@ def rows(path: str | Path) -> Iterator[tuple[str, dict | FieldError]]:
 
 def count(path: str | Path) -> int:
     """Rows, good or bad, without parsing them."""
-    return sum(_open_parquet(file).metadata.num_rows if file.suffix == ".parquet" else sum(1 for _ in _lines(file))
+    return sum(_open_parquet(file).metadata.num_rows if file.suffix == ".parquet" else sum(1 for _ in lines(file))
                for file in files(path))
 
 
@@ -62,17 +62,17 @@ def _by_number(file: Path) -> tuple:
 
 # --- JSON lines ---------------------------------------------------------------------------------------------------
 
-def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
+def lines(file: Path) -> Iterator[tuple[int, bytes]]:
     """(number from 1, line) of the lines that are not blank."""
     try:
-        with gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb") as lines:
-            yield from ((number, line) for number, line in enumerate(lines, 1) if line.strip())
+        with gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb") as opened:
+            yield from ((number, line) for number, line in enumerate(opened, 1) if line.strip())
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"{file}: cannot be unpacked ({error}); is the file cut off?") from None
 
 
 def _json_lines(file: Path) -> Iterator[tuple[str, dict | FieldError]]:
-    for number, line in _lines(file):
+    for number, line in lines(file):
         try:
             row: Any = json.loads(line.decode("utf-8"))
             problem = None if isinstance(row, dict) else "must be a JSON object"

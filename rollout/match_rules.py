@@ -13,6 +13,7 @@ from typing import Any, Iterator, Mapping
 
 from oprd.rollout.rubric import Rubric, nearest
 from oprd.rollout.toolresult import ToolResult, kind_of
+from oprd.sandbox.jsonl import read_jsonl
 
 FIELDS = ("id", "tool", "arguments", "exit_code", "output", "is_error")
 
@@ -29,19 +30,13 @@ def match_lines(path: str | Path, rubric: Rubric, off: tuple[str, ...] = ()) -> 
     if not Path(path).exists() or Path(path).is_dir():  # a pipe will do
         raise FileNotFoundError(f"--input {path} is no file")
     rules = [category for category in rubric.hard if category.name not in off]
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                identity, result = _read(line, f"{path}:{number}")
-                found = ((category.name, category.match(result)) for category in rules)
-                yield {"id": identity, "rules": [{"rule": name, "evidence": said} for name, said in found if said]}
+    for where, row in read_jsonl(path):
+        identity, result = _read(row, where)
+        found = ((category.name, category.match(result)) for category in rules)
+        yield {"id": identity, "rules": [{"rule": name, "evidence": said} for name, said in found if said]}
 
 
-def _read(line: bytes, where: str) -> tuple[Any, ToolResult]:
-    try:
-        row = json.loads(line)
-    except ValueError as problem:  # of the JSON or of its UTF-8
-        raise ValueError(f"{where}: not JSON: {problem}") from None
+def _read(row: Any, where: str) -> tuple[Any, ToolResult]:
     if not isinstance(row, dict):
         raise ValueError(f"{where}: must be a JSON object with {', '.join(FIELDS[:5])}, got {type(row).__name__}")
     for field in FIELDS[:5]:

@@ -11,7 +11,7 @@ A turn is {"context": text before it, "reminder": text that it alone saw, "reply
 
 from __future__ import annotations
 
-import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Iterator, Mapping, Sequence
 
@@ -20,6 +20,7 @@ from oprd.core.types import Ending, Observation, Reminder, ToolCall, Trajectory,
 from oprd.rollout.attempts import Outcome
 from oprd.rollout.recordings import write_jsonl
 from oprd.rollout.teach import Lesson
+from oprd.sandbox.jsonl import read_jsonl
 
 
 def record(outcome: Outcome, chat: Chat, lesson: Lesson | None = None, ids: bool = False) -> dict[str, Any]:
@@ -49,29 +50,20 @@ class Keeper:
     def __call__(self, path: Path, outcomes: Sequence[Outcome], lessons: Sequence[Lesson | None] = ()) -> None:
         if self.what == "none":
             return
-        pairs = sorted(zip(outcomes, lessons or [None] * len(outcomes), strict=True), key=lambda pair: pair[0].attempt.id)
+        pairs = list(zip(outcomes, lessons or [None] * len(outcomes), strict=True))
+        pairs.sort(key=lambda pair: pair[0].attempt.id)
         write_jsonl(path, [record(outcome, self.chat, lesson, self.what == "ids") for outcome, lesson in pairs])
 
 
 def read_records(path: str | Path) -> Iterator[tuple[dict[str, Any], Trajectory]]:
     """The attempts of a file that have a conversation, one at a time. FileNotFoundError; ValueError names the line."""
-    file = Path(path)
-    if not file.is_file():
-        raise FileNotFoundError(f"{file}: no such file")
-    with file.open(encoding="utf-8") as lines:
-        for number, text in enumerate(lines, start=1):
-            if not text.strip():
-                continue
-            where = f"{file}:{number}"
-            try:
-                row = json.loads(text)
-            except ValueError as problem:
-                raise ValueError(f"{where}: not JSON ({problem}); is the line cut off?") from None
-            try:
-                if row["turns"]:
-                    yield row, _trajectory(row)
-            except (KeyError, TypeError, ValueError) as problem:
-                raise ValueError(f"{where}: is no recorded attempt ({type(problem).__name__}: {problem})") from None
+    for where, row in read_jsonl(path):
+        try:
+            trajectory = _trajectory(row) if row["turns"] else None
+        except (KeyError, TypeError, ValueError) as problem:
+            raise ValueError(f"{where}: is no recorded attempt ({type(problem).__name__}: {problem})") from None
+        if trajectory:
+            yield row, trajectory
 
 
 def _turn(turn: Turn, chat: Chat, ids: bool) -> dict[str, Any]:
@@ -79,8 +71,7 @@ def _turn(turn: Turn, chat: Chat, ids: bool) -> dict[str, Any]:
     made = {
         "context": text(turn.context_ids), "reminder": text(turn.reminder_ids) or None, "reply": turn.text,
         "call": {"name": turn.call.name, "arguments": dict(turn.call.arguments)} if turn.call else None,
-        "problem": turn.problem,
-        "observation": {"output": seen.output, "exit_code": seen.exit_code, "is_error": seen.is_error} if seen else None,
+        "problem": turn.problem, "observation": asdict(seen) if seen else None,
     }
     if ids:
         made |= {"context_ids": list(turn.context_ids), "sampled_ids": list(turn.sampled_ids),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Mapping
+
+from oprd.sandbox.jsonl import read_jsonl
 
 REQUIRED = ("instance_id", "repo", "base_commit", "problem_statement", "patch", "test_patch",
             "FAIL_TO_PASS", "PASS_TO_PASS", "install_config")
@@ -64,17 +65,7 @@ def task_from_row(row: Mapping[str, Any], where: str) -> Task:
 
 def read_tasks(path: str | Path) -> list[Task]:
     """All tasks of a JSONL file. Raises FileNotFoundError, or ValueError naming file, line and field."""
-    tasks = []
-    with open(path, "rb") as lines:  # bytes: text may hold line separators of Unicode's, which end no JSON line
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            where = f"{path}:{number}"
-            try:
-                row = json.loads(line)
-            except ValueError as problem:
-                raise ValueError(f"{where}: not JSON ({problem}); is the file truncated?") from None
-            tasks.append(task_from_row(row, where))
+    tasks = [task_from_row(row, where) for where, row in read_jsonl(path)]
     if not tasks:
         raise ValueError(f"{path}: no tasks in the file")
     return tasks

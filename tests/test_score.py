@@ -72,6 +72,11 @@ def test_a_bad_line_is_named(kind, tmp_path):
     assert words in str(error.value)
 
 
+def test_separators_of_unicode_inside_a_text_end_no_line(tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"ids": [1], "tag": "a\u2028b\x85c"}\n{"ids": [2]}\n', encoding="utf-8")
+    assert [line["ids"] for line in read_lines(tmp_path / "in.jsonl", 256)] == [[1], [2]]
+
+
 def test_with_a_bad_line_nothing_is_written(tmp_path):
     tiny("qwen3", tmp_path / "m")
     (tmp_path / "in.jsonl").write_text('{"ids": [1, 2]}\n{"ids": [1, 999]}\n')
