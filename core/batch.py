@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from oprd.core.types import Example, Row, View, pieces
+from oprd.core.types import Example, Row, View
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +136,7 @@ def collate(examples: Sequence[Example]) -> Batch:
 
 def plant(examples: Sequence[Example]) -> tuple[Forest, Tensor]:
     """The teacher views of the examples as one Forest, and where in it each kl token is predicted (int64 [N])."""
-    trees = [pieces(e.teacher.rows) for e in examples]
+    trees = [e.teacher.pieces for e in examples]
     depth = max(piece.depth for tree in trees for piece in tree) + 1
     levels: list[list[tuple[int, int]]] = [[(t, p) for t, tree in enumerate(trees) for p, piece in enumerate(tree)
                                             if piece.depth == level] for level in range(depth)]

@@ -100,16 +100,15 @@ def batch_loss(model, teacher, batch: Batch, distillation: Distillation,
                balance: float = 0.0) -> tuple[Tensor, dict[str, Metric]]:
     """One micro-batch's part of the step's loss (a scalar with a graph), and its metrics.
 
-    model, teacher: `hidden(ids [T], cu_seqlens, positions, caches) -> [T, D]`, `head_weight` [V, D], `new_cache()`. The
-    teacher is only read where something is distilled, without gradient; it may be the model itself. Heads run on the
+    model, teacher: `hidden(ids [T], cu_seqlens, positions, caches, routers) -> [T, D]`, `head_weight` [V, D],
+    `new_cache()`. The teacher is only read where something is distilled, without gradient; it may be the model itself. Heads run on the
     scored tokens alone. balance: weight of one student row's load-balancing loss (core/moe.py), where there are
     mixtures: it is computed row by row, so that it does not depend on which rows share a micro-batch.
     """
     assert batch.scored, "a micro-batch without a scored token must not reach the model"
     student = batch.student
-    routers: list[Tensor] = []
-    hidden = model.hidden(student.ids, student.cu_seqlens, student.positions,
-                          **({"routers": routers} if balance else {}))
+    routers: list[Tensor] | None = [] if balance else None
+    hidden = model.hidden(student.ids, student.cu_seqlens, student.positions, routers=routers)
     total = hidden.new_zeros((), dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32)
     metrics: dict[str, Metric] = {}
     for name, scored in batch.scored.items():

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import Mapping, Sequence
 
 import numpy as np
@@ -143,9 +144,14 @@ class View:
     rows: tuple[Row, ...]
     order: np.ndarray
 
+    @cached_property
+    def pieces(self) -> "list[Piece]":
+        """The rows as a tree in which what several begin with stands once (see `pieces`)."""
+        return pieces(self.rows)
+
     def tokens(self) -> int:
         """Tokens to be read when what several rows begin with is read once."""
-        return sum(piece.end - piece.start for piece in pieces(self.rows))
+        return sum(piece.end - piece.start for piece in self.pieces)
 
 
 @dataclass(frozen=True)

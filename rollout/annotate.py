@@ -6,12 +6,11 @@ an attempt, its coarse class comes from the rubric. Rates are events in 100 atte
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Iterator, Sequence
 
-from oprd.rollout.events import error_events
+from oprd.rollout.events import Event, count_by_category, count_by_class, error_events
 from oprd.rollout.judge import Judge
 from oprd.rollout.records import read_records
 from oprd.rollout.rubric import CLASSES, Rubric
@@ -20,23 +19,29 @@ from oprd.rollout.tables import columns
 
 @dataclass
 class Annotation:
-    """The events of one file of attempts. events: attempts that show a category; judged and resolved: attempts with a
-    verdict, and those it was good for."""
+    """The attempts of one file: the events of each; judged and resolved: how many have a verdict, and a good one."""
 
     name: str
-    attempts: int = 0
+    found: list[tuple[Event, ...]] = field(default_factory=list)
     judged: int = 0
     resolved: int = 0
-    events: Counter = field(default_factory=Counter)
 
-    def rate(self, rubric: Rubric, class_: str) -> float:
-        """Events of a class in 100 attempts."""
-        found = sum(n for category, n in self.events.items() if rubric[category].class_ == class_)
-        return 100 * found / max(1, self.attempts)
+    @property
+    def attempts(self) -> int:
+        return len(self.found)
 
-    def scalars(self, rubric: Rubric) -> dict[str, float]:
+    @property
+    def events(self) -> dict[str, int]:
+        """Category -> attempts that show it."""
+        return count_by_category(self.found)
+
+    def rates(self) -> dict[str, float]:
+        """Class -> events in an attempt."""
+        return {class_: n / max(1, self.attempts) for class_, n in count_by_class(self.found).items()}
+
+    def scalars(self) -> dict[str, float]:
         """Flat names for the log."""
-        return {f"annotate/events_{c}": self.rate(rubric, c) / 100 for c in CLASSES} | {
+        return {f"annotate/events_{class_}": rate for class_, rate in self.rates().items()} | {
             f"annotate/category_{category}": n / max(1, self.attempts) for category, n in self.events.items()} | {
             "annotate/attempts": self.attempts}
 
@@ -46,10 +51,9 @@ def annotate(path: Path, rubric: Rubric, judge: Judge) -> Iterator[tuple[dict[st
     found = Annotation(path.stem)
     for row, trajectory in read_records(path):
         events = error_events(row["statement"], trajectory, rubric, judge)
-        found.attempts += 1
+        found.found.append(events)
         found.judged += row["resolved"] is not None
         found.resolved += bool(row["resolved"])
-        found.events.update(event.category for event in events)
         yield {"id": row["id"], "task_id": row["task_id"], "resolved": row["resolved"],
                "events": [asdict(event) for event in events]}, found
 
@@ -70,11 +74,10 @@ def inputs(path: str | Path) -> list[Path]:
 def table(annotations: Sequence[Annotation], rubric: Rubric, categories: int = 8) -> str:
     """Events in 100 attempts by class, one row a file, and below it the most frequent categories."""
     head = ["attempts of", "attempts", "resolved", *(f"{c} / 100" for c in CLASSES)]
-    rows = [[a.name, str(a.attempts), f"{a.resolved}/{a.judged}", *(f"{a.rate(rubric, c):.1f}" for c in CLASSES)]
+    rows = [[a.name, str(a.attempts), f"{a.resolved}/{a.judged}", *(f"{100 * rate:.1f}" for rate in a.rates().values())]
             for a in annotations]
-    total: Counter = sum((a.events for a in annotations), Counter())
-    names = [category for category, _ in total.most_common(categories)]
+    names = list(count_by_category(events for a in annotations for events in a.found))[:categories]
     fine = [["category", "class", *(a.name for a in annotations)]] + [
-        [name, rubric[name].class_, *(f"{100 * a.events[name] / max(1, a.attempts):.1f}" for a in annotations)]
-        for name in names]
+        [name, rubric[name].class_,
+         *(f"{100 * a.events.get(name, 0) / max(1, a.attempts):.1f}" for a in annotations)] for name in names]
     return columns([head, *rows]) + ("\n\n" + columns(fine) if names else "")

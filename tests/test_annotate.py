@@ -63,7 +63,7 @@ def test_annotation_counts_each_category_once_an_attempt_and_fixes_its_class(tmp
     assert (seen.attempts, seen.judged, seen.resolved) == (3, 3, 1)
     assert seen.events == {"hard_ambiguous_edit_old_string": 2}
     assert line["id"] == "c" and [e["category"] for e in line["events"]] == ["hard_ambiguous_edit_old_string"]
-    assert seen.scalars(RUBRIC)["annotate/events_R1"] == pytest.approx(2 / 3)
+    assert seen.scalars()["annotate/events_R1"] == pytest.approx(2 / 3)
     lines = table(found, RUBRIC).splitlines()
     assert lines[2].split() == ["base", "1", "0/1", "100.0", "0.0", "0.0", "0.0"]
     assert lines[3].split() == ["later", "3", "1/3", "66.7", "0.0", "0.0", "0.0"]
@@ -80,6 +80,12 @@ def test_a_line_that_is_no_attempt_is_named(tmp_path, text, words):
     with pytest.raises(ValueError) as error:
         list(read_records(tmp_path / "x.jsonl"))
     assert words in str(error.value)
+
+
+def test_a_line_that_is_not_utf8_is_named(tmp_path):
+    (tmp_path / "x.jsonl").write_bytes(b'{"turns": []}\n{"id": "\xff"}\n')
+    with pytest.raises(ValueError, match="x.jsonl:2: not JSON"):
+        list(read_records(tmp_path / "x.jsonl"))
 
 
 def test_no_file_and_an_empty_folder_are_named(tmp_path):

@@ -89,7 +89,7 @@ class Table:
         self.head_weight = torch.eye(V, dtype=torch.float64)
         self.read, self.with_graph = 0, False
 
-    def hidden(self, ids, cu_seqlens, positions=None):
+    def hidden(self, ids, cu_seqlens, positions=None, routers=None):
         self.read += len(ids)
         self.with_graph = torch.is_grad_enabled()
         return self.table[ids]
