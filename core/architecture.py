@@ -151,16 +151,24 @@ class ModelConfig:
         if not isinstance(text, Mapping):
             raise ValueError(f"{source}: model_type = {model_type!r} must come with a text_config")
         rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+        if not isinstance(rope, Mapping):
+            raise ValueError(f"{source}: rope_parameters = {rope!r} must be an object")
         _refuse_unsupported(text, rope, source)
         given = {**family.defaults, **{name: value for name, value in text.items() if value is not None}}
         own = {f.name: given[f.name] for f in fields(cls) if f.name in given}
+        for f in fields(cls):
+            _check_type(f.name, own.get(f.name), f.type, source)
         own["model_type"] = model_type
-        own["rope_theta"] = float(rope.get("rope_theta", text.get("rope_theta", 10000.0)))
-        if "partial_rotary_factor" in rope:
-            own["partial_rotary_factor"] = rope["partial_rotary_factor"]
-        own["tie_word_embeddings"] = bool(raw.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
+        for name in ("rope_theta", "partial_rotary_factor"):
+            if name in rope:
+                own[name] = rope[name]
+                _check_type(name, own[name], "float", source)
+        own["rope_theta"] = float(own.get("rope_theta", 10000.0))
+        own["tie_word_embeddings"] = raw.get("tie_word_embeddings", text.get("tie_word_embeddings", False)) or False
+        _check_type("tie_word_embeddings", own["tie_word_embeddings"], "bool", source)
         if "num_local_experts" in given and family.experts:  # what transformers 5 calls it in qwen3_moe
             own["num_experts"] = given["num_local_experts"]
+            _check_type("num_local_experts", own["num_experts"], "int", source)
         own.setdefault("intermediate_size", 0)
         missing = [f for f in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads") if f not in own]
         if missing:
@@ -203,6 +211,18 @@ class ModelConfig:
 
 _EXPERT_FIELDS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size",
                   "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
+
+
+_KINDS = {"int": (int, "a whole number"), "float": ((int, float), "a number"), "bool": (bool, "true or false")}
+
+
+def _check_type(name: str, value: Any, kind: str, source: str) -> None:
+    """ValueError unless a value that is there is of a field's type (lists and token ids are looked at elsewhere)."""
+    if value is None or kind not in _KINDS:
+        return
+    wanted, words = _KINDS[kind]
+    if not isinstance(value, wanted) or isinstance(value, bool) != (kind == "bool"):
+        raise ValueError(f"{source}: {name} = {value!r} must be {words}")
 
 
 def _refuse_unsupported(text: Mapping[str, Any], rope: Mapping[str, Any], source: str) -> None:

@@ -96,8 +96,13 @@ def folder_template(folder: str | Path, **switches: Any) -> Template | None:
         raise ValueError(f"{config}: not a JSON object ({problem})") from None
     marks = {name: mark["content"] if isinstance(mark, dict) else mark for name, mark in marks.items()}
     source = alone.read_text(encoding="utf-8") if alone.is_file() else found.get("chat_template")
-    if isinstance(source, list):  # several, by name
-        source = {item["name"]: item["template"] for item in source}.get("default")
+    try:
+        if isinstance(source, list):  # several, by name
+            source = {item["name"]: item["template"] for item in source}.get("default")
+        if source and not isinstance(source, str):
+            raise TypeError
+    except (KeyError, TypeError):
+        raise ValueError(f"{config}: chat_template must be a text, or a list of objects with name and template") from None
     return Template(source, str(folder), {**marks, **switches}) if source else None
 
 

@@ -101,6 +101,13 @@ def test_config_survives_json_in_the_new_and_in_the_old_form():
     ({"layer_types": ["full_attention"]}, "layer_types names 1 layers, num_hidden_layers = 2"),
     ({"layer_types": ["full_attention", "mamba"]}, "layer_types holds 'mamba'"),
     ({"hidden_size": 0}, "hidden_size = 0 must be at least 1"),
+    ({"intermediate_size": "x"}, "intermediate_size = 'x' must be a whole number"),
+    ({"vocab_size": 256.0}, "vocab_size = 256.0 must be a whole number"),
+    ({"num_hidden_layers": True}, "num_hidden_layers = True must be a whole number"),
+    ({"rms_norm_eps": "x"}, "rms_norm_eps = 'x' must be a number"),
+    ({"tie_word_embeddings": "false"}, "tie_word_embeddings = 'false' must be true or false"),
+    ({"rope_parameters": 3}, "rope_parameters = 3 must be an object"),
+    ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta = 'x' must be a number"),
     ({"head_dim": 7}, "head_dim = 7 must be even"),
 ])
 def test_a_config_we_cannot_run_is_one_line_that_says_why(change, words):

@@ -89,6 +89,10 @@ def test_the_template_is_read_from_either_file_and_from_a_list_of_named_ones(tmp
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(ValueError, match="tokenizer_config.json: not a JSON object"):
         folder_template(tmp_path)
+    for wrong in (3, {"default": CHATML}, ["x"], [{"name": "default"}], [{"name": "default", "template": 3}]):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": wrong}))
+        with pytest.raises(ValueError, match="tokenizer_config.json: chat_template must be a text, or a list"):
+            folder_template(tmp_path)
 
 
 @pytest.mark.parametrize("source", [CHATML, BRACKETS, "qwen3_instruct_2507"])
