@@ -4,7 +4,8 @@
     python train.py --stage NAME --config FILE.toml [--section.field value]
 
 Stages: microswe (make MicroSWE's data, tokenizer and a random model), pretrain (a base model from it), coding-sft,
-if-sft, oprd, eval, and all (the whole recipe with a table). docs/architecture.md is the map.
+if-sft, oprd, eval, and all (the whole recipe with a table); and, training nothing, score, export, annotate and
+match-rules. docs/architecture.md is the map.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from oprd.core.config import Config
 from oprd.core.data import Order, read_sft, read_text
 from oprd.core.metrics import Last, Log, Mean, Progress, Sum, next_number
 from oprd.core.model import Model
-from oprd.core.score import read_lines, score_lines
 from oprd.core.objective import Distillation, Objective
 from oprd.core.plan import (chat_of, check_fits, check_oprd, check_recipe, data_file, describe, done, random_model,
                             refresh_steps, stage_folder, starting_point, total_steps, write_settings)
+from oprd.core.score import read_lines, score_lines
 from oprd.core.tokenizer import train_bpe
 from oprd.core.trainer import Plan, Stopped, Trainer
 from oprd.parallel.mesh import Mesh
@@ -200,8 +201,7 @@ def score(config: Config, options) -> None:
     if not options.input:
         raise ValueError('--stage score needs --input FILE.jsonl with lines of {"ids": [...]}')
     lines = read_lines(options.input, hf.load_config(folder).vocab_size)
-    if options.output and Path(options.output).exists():
-        raise ValueError(f"{options.output} exists; name another --output")
+    _check_free(options.output)
     scored = score_lines(hf.load(folder), lines, config.train.micro_batch_tokens)
     if options.output:
         recordings.write_jsonl(Path(options.output), scored)
@@ -222,8 +222,7 @@ def annotation(config: Config, options) -> None:
     """Error events of recorded attempts: a table, JSON lines to --output, and scalars under run.folder/annotate."""
     if not options.input:
         raise ValueError("--stage annotate needs --input PATH, a file of recorded attempts or a folder of them")
-    if options.output and Path(options.output).exists():
-        raise ValueError(f"{options.output} exists; name another --output")
+    _check_free(options.output)
     harness, found, lines, asked = Harness(config, chat=None), [], [], []
     for file in inputs(options.input):
         for line, seen in annotate(file, harness.rubric, harness.judge):
@@ -235,7 +234,7 @@ def annotation(config: Config, options) -> None:
     folder = Path(config.run.folder) / "annotate"
     with Log(folder, number := next_number(folder)) as log:
         for i, (seen, counts) in enumerate(zip(found, asked), start=number):
-            scalars = {**seen.scalars(harness.rubric), **counts}
+            scalars = {**seen.scalars(), **counts}
             log.write(i, {metric: Last(value) for metric, value in scalars.items()})
     print(annotation_table(found, harness.rubric))
 
@@ -251,6 +250,11 @@ def match_rules(config: Config, options) -> None:
 
 
 COMMANDS = {"score": score, "export": export, "annotate": annotation, "match-rules": match_rules}
+
+
+def _check_free(output: str | None) -> None:
+    if output and Path(output).exists():
+        raise ValueError(f"{output} exists; name another --output")
 
 
 def _model_folder(config: Config, stage: str) -> Path:

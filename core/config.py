@@ -66,8 +66,8 @@ class MicroSWE(Section):
 
 
 class Data(Section):
-    rows: str = Field("", description="rows (JSONL, Parquet, or a folder of them) of pretrain (text), coding-sft, if-sft "
-                                      "(conversations); empty: MicroSWE's")
+    rows: str = Field("", description="rows (JSONL, Parquet, or a folder of them) of pretrain (text), coding-sft, "
+                                      "if-sft (conversations); empty: MicroSWE's")
     tasks: str = Field("", description="task rows (JSONL) for oprd and eval; empty: MicroSWE's under run.folder")
     strict: bool = Field(True, description="a bad training row stops the run (true) or is skipped and counted (false)")
     only_resolved: bool = Field(False, description="leave out rows whose mark (resolved, target, reward) says unsolved")
@@ -208,9 +208,10 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     parser.add_argument("--config", metavar="FILE.toml", help="settings file")
     parser.add_argument("--model", metavar="DIR", dest="model.path", default=argparse.SUPPRESS,
                         help="short for --model.path: the Hugging Face folder to start from")
-    parser.add_argument("--input", metavar="PATH", 
+    parser.add_argument("--input", metavar="PATH",
                         help='score: lines of {"ids": [...]}; annotate: recorded attempts; match-rules: tool calls')
-    parser.add_argument("--output", metavar="PATH", help="score: where to write (default: the terminal); export: folder")
+    parser.add_argument("--output", metavar="PATH",
+                        help="score, annotate: file to write; export: folder to write")
     parser.add_argument("--resume", action="store_true", help="go on from the newest complete checkpoint")
     parser.add_argument("--dry-run", action="store_true", help="print settings and derived numbers, then stop")
     groups = {section: parser.add_argument_group(f"[{section}]") for section in Config.model_fields}

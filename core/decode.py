@@ -5,8 +5,8 @@ size. Gated DeltaNet: H value heads, state [K, V], C convolved channels, W width
 
 Equal to Model.logits up to rounding, and faster for single tokens: projections of one input are one product, norm
 weights are multiplied into the matrix that follows them, and what a layer remembers lives in preallocated tensors
-written in place. Rows 0..N-1 are always the occupied ones, so a step works on views and gathers nothing: leave(row) moves the
-last row into the hole.
+written in place. Rows 0..N-1 are always the occupied ones, so a step works on views and gathers nothing: leave(row)
+moves the last row into the hole.
 """
 
 from __future__ import annotations

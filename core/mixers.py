@@ -120,8 +120,8 @@ class Attention(nn.Module):
 class GatedDeltaNet(nn.Module):
     """Linear attention by the gated delta rule behind a short convolution (arXiv 2412.06464; Qwen3.5's layout).
 
-    Per value head a state S [K, V]: S <- exp(g) S + k (beta (v - (exp(g) S)^T k))^T, read by q. Decay and recurrence are
-    computed in float32 or wider.
+    Per value head a state S [K, V]: S <- exp(g) S + k (beta (v - (exp(g) S)^T k))^T, read by q. Decay and recurrence
+    are computed in float32 or wider.
     """
 
     attribute = "linear_attn"

@@ -22,8 +22,8 @@ BEFORE = {"pretrain": "microswe", "coding-sft": "pretrain", "if-sft": "coding-sf
 DATA = {"pretrain": "pretrain.jsonl", "coding-sft": "coding_sft.jsonl", "if-sft": "if_sft.jsonl",
         "oprd": "oprd_tasks.jsonl", "eval": "validation_tasks.jsonl"}
 
-MAY_CHANGE = ("run.folder", "run.threads", "train.keep", "train.checkpoint_every", "rollout.verifiers", "rollout.record",
-              "eval.", "microswe.", *(f"reminders.judge_{name} " for name in (
+MAY_CHANGE = ("run.folder", "run.threads", "train.keep", "train.checkpoint_every", "rollout.verifiers",
+              "rollout.record", "eval.", "microswe.", *(f"reminders.judge_{name} " for name in (
                   "url", "key_variable", "request_s", "total_s", "concurrency", "cache")))
 
 
