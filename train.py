@@ -10,7 +10,6 @@ match-rules. docs/architecture.md is the map.
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import zlib
@@ -20,29 +19,29 @@ from typing import Callable
 
 import torch
 
-from oprd.core import config as settings
+from oprd.core import commands as core_commands
+from oprd.core import config as configuration
 from oprd.core import hf
-from oprd.core.config import Config
 from oprd.core.data import Order, read_sft, read_text
+from oprd.core.disk import check_free, write_jsonl
 from oprd.core.metrics import Last, Log, Mean, Progress, Sum, next_number
 from oprd.core.model import Model
 from oprd.core.objective import Distillation, Objective
 from oprd.core.plan import (chat_of, check_fits, check_oprd, check_recipe, data_file, describe, done, random_model,
                             refresh_steps, stage_folder, starting_point, total_steps, write_settings)
-from oprd.core.score import read_lines, score_lines
+from oprd.core.settings import Config
 from oprd.core.tokenizer import train_bpe
 from oprd.core.trainer import Plan, Stopped, Trainer
 from oprd.parallel.mesh import Mesh
+from oprd.rollout import commands as rollout_commands
 from oprd.rollout import recordings
 from oprd.rollout.annotate import annotate, inputs
 from oprd.rollout.annotate import table as annotation_table
 from oprd.rollout.attempts import Attempt, Outcome
 from oprd.rollout.evaluate import Report, attempts_at, evaluate, table
 from oprd.rollout.harness import Harness
-from oprd.rollout.match_rules import match_lines
 from oprd.rollout.native import NativeEngine
 from oprd.rollout.records import Keeper
-from oprd.rollout.rubric import load_rubric
 from oprd.rollout.teach import OutcomeRouting, fates, measured
 from oprd.sandbox.box import Broke
 from oprd.sandbox.task import read_tasks
@@ -53,15 +52,15 @@ RECIPE = {"base": "pretrain", "+ Coding SFT": "coding-sft", "+ IF SFT": "if-sft"
 def main(argv: list[str]) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:
-        options, given = settings.parse(argv)
-        load = lambda stage: settings.load(options.config, stage, given)  # noqa: E731
+        options, given = configuration.parse(argv)
+        load = lambda stage: configuration.load(options.config, stage, given)  # noqa: E731
         config = load(options.stage)
         Mesh.from_environment()
         torch.set_num_threads(config.run.threads or torch.get_num_threads())
         if options.dry_run:
-            print(settings.dump(config))
+            print(configuration.dump(config))
             for stage in RECIPE.values() if options.stage == "all" else (options.stage,):
-                print("\n".join([describe(stage, load(stage)), *settings.changes(config, load(stage))]))
+                print("\n".join([describe(stage, load(stage)), *configuration.changes(config, load(stage))]))
             return 0
         if options.stage in COMMANDS:
             COMMANDS[options.stage](config, options)
@@ -73,7 +72,7 @@ def main(argv: list[str]) -> int:
         print("interrupted; --resume goes on from what is saved", file=sys.stderr)
         return 130
     except (ValueError, OSError, FloatingPointError) as problem:
-        settings.fail(problem)
+        configuration.fail(problem)
     except Broke as problem:
         print(f"error: the machine failed: {problem}; mend it, --resume goes on from what is saved", file=sys.stderr)
         return 1
@@ -195,34 +194,11 @@ STAGE = {"microswe": make_microswe, "pretrain": sft("pretrain"), "coding-sft": s
 
 # --- commands that train nothing ----------------------------------------------------------------------------------
 
-def score(config: Config, options) -> None:
-    """Write the log-probabilities of given ids (float32), one line for one line: to --output, or to the terminal."""
-    folder = _model_folder(config, "score")
-    if not options.input:
-        raise ValueError('--stage score needs --input FILE.jsonl with lines of {"ids": [...]}')
-    lines = read_lines(options.input, hf.load_config(folder).vocab_size)
-    _check_free(options.output)
-    scored = score_lines(hf.load(folder), lines, config.train.micro_batch_tokens)
-    if options.output:
-        recordings.write_jsonl(Path(options.output), scored)
-    else:
-        for line in scored:
-            print(json.dumps(line), flush=True)
-
-
-def export(config: Config, options) -> None:
-    """Read a model, prove that every tensor is accounted for, and write it anew in the same names, dtypes, shards."""
-    folder = _model_folder(config, "export")
-    if not options.output:
-        raise ValueError("--stage export needs --output DIR, the folder to write")
-    print(hf.export(folder, options.output))
-
-
 def annotation(config: Config, options) -> None:
     """Error events of recorded attempts: a table, JSON lines to --output, and scalars under run.folder/annotate."""
     if not options.input:
         raise ValueError("--stage annotate needs --input PATH, a file of recorded attempts or a folder of them")
-    _check_free(options.output)
+    check_free(options.output)
     harness, found, lines, asked = Harness(config, chat=None), [], [], []
     for file in inputs(options.input):
         for line, seen in annotate(file, harness.rubric, harness.judge):
@@ -230,7 +206,7 @@ def annotation(config: Config, options) -> None:
         found.append(seen)
         asked.append(harness.judge_counts())
     if options.output:
-        recordings.write_jsonl(Path(options.output), lines)
+        write_jsonl(Path(options.output), lines)
     folder = Path(config.run.folder) / "annotate"
     with Log(folder, number := next_number(folder)) as log:
         for i, (seen, counts) in enumerate(zip(found, asked), start=number):
@@ -239,28 +215,7 @@ def annotation(config: Config, options) -> None:
     print(annotation_table(found, harness.rubric))
 
 
-def match_rules(config: Config, options) -> None:
-    """The hard rules that fire on recorded tool calls, one line for one line, to the terminal."""
-    if not options.input:
-        raise ValueError('--stage match-rules needs --input FILE.jsonl with lines of {"id", "tool", "arguments", '
-                         '"exit_code", "output"}')
-    r = config.reminders
-    for line in match_lines(options.input, load_rubric(*([r.rubric] if r.rubric else [])), r.disabled):
-        print(json.dumps(line), flush=True)
-
-
-COMMANDS = {"score": score, "export": export, "annotate": annotation, "match-rules": match_rules}
-
-
-def _check_free(output: str | None) -> None:
-    if output and Path(output).exists():
-        raise ValueError(f"{output} exists; name another --output")
-
-
-def _model_folder(config: Config, stage: str) -> Path:
-    if not config.model.path:
-        raise ValueError(f"--stage {stage} needs --model DIR, a Hugging Face folder")
-    return Path(config.model.path)
+COMMANDS = {**core_commands.COMMANDS, **rollout_commands.COMMANDS, "annotate": annotation}
 
 
 def take_ready(config: Config, resume: bool) -> set[str]:

@@ -8,10 +8,10 @@ from typing import Sequence
 
 import torch
 
-from oprd.core import config as settings
+from oprd.core import config as configuration
 from oprd.core import hf, sources
 from oprd.core.chat import Chat
-from oprd.core.config import Config
+from oprd.core.settings import Config
 from oprd.core.model import Model, ModelConfig
 from oprd.core.template import frame
 from oprd.core.tokenizer import Tokenizer
@@ -171,10 +171,10 @@ def write_settings(config: Config, folder: Path, stage: str, resume: bool = Fals
     """The resolved settings, before step 0. A resume that would not continue the same run is a ValueError."""
     file, aside = folder / "settings.toml", folder / "settings.toml.tmp"
     if resume and file.exists():
-        changed = settings.changes(settings.load(str(file), stage, {}), config)
+        changed = configuration.changes(configuration.load(str(file), stage, {}), config)
         if new := [c for c in changed if not c.startswith(MAY_CHANGE)]:
             raise ValueError(f"{folder} was started with other settings than {', '.join(new)}; resume with the same "
                              "ones or choose another run.folder")
     folder.mkdir(parents=True, exist_ok=True)
-    aside.write_text(settings.dump(config), encoding="utf-8")
+    aside.write_text(configuration.dump(config), encoding="utf-8")
     aside.rename(file)

@@ -16,7 +16,7 @@ from typing import Callable, Mapping, Sequence
 import torch
 
 from oprd.core import checkpoint, hf
-from oprd.core.config import Train
+from oprd.core.settings import Train
 from oprd.core.metrics import Last, Log, Metric, Progress, values
 from oprd.core.model import Model
 from oprd.core.objective import Distillation, Objective

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Callable, Mapping, TypeVar
 
 from oprd.core.chat import Chat
-from oprd.core.config import Config
+from oprd.core.settings import Config
 from oprd.rollout.endpoint import Completer, Counts, Endpoint, EndpointSettings, Malformed, Messages, NoAnswer
 from oprd.rollout.engine import Engine, Sampling
 from oprd.rollout.judge_cache import Cache

@@ -7,7 +7,7 @@ from contextlib import closing
 from typing import Callable, Mapping, Sequence, TypeVar
 
 from oprd.core.chat import Chat
-from oprd.core.config import Config, Eval, Rollout
+from oprd.core.settings import Config, Eval, Rollout
 from oprd.rollout.agent import AgentLimits, Remind
 from oprd.rollout.ask import Asker, EngineChat, asker_of
 from oprd.rollout.attempts import Attempts, OpenBox, Outcome

@@ -12,7 +12,6 @@ Recordings are executed once and then written under several consistent renamings
 
 from __future__ import annotations
 
-import json
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Iterable, Sequence
 
-from oprd.core.config import MicroSWE
+from oprd.core.disk import write_jsonl
+from oprd.core.settings import MicroSWE
 from oprd.core.types import Reminder
 from oprd.rollout.agent import Remind
 from oprd.rollout.attempts import OpenBox
@@ -168,11 +168,3 @@ def _frame(row: dict[str, Any]) -> str:
             values = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in function["arguments"].items())
             parts.append(f"\n<function={function['name']}>\n{values}</function>\n")
     return "\n".join(parts)
-
-
-def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Written aside and renamed, so a reader never sees half a file."""
-    aside = path.with_name(path.name + ".tmp")
-    aside.parent.mkdir(parents=True, exist_ok=True)
-    aside.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    aside.rename(path)

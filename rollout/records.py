@@ -18,7 +18,7 @@ from typing import Any, Iterator, Mapping, Sequence
 from oprd.core.chat import Chat
 from oprd.core.types import Ending, Observation, Reminder, ToolCall, Trajectory, Turn
 from oprd.rollout.attempts import Outcome
-from oprd.rollout.recordings import write_jsonl
+from oprd.core.disk import write_jsonl
 from oprd.rollout.teach import Lesson
 from oprd.sandbox.jsonl import read_jsonl
 

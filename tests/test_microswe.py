@@ -120,7 +120,7 @@ def test_task_rows_survive_a_file_and_bad_rows_name_file_line_and_field(tmp_path
 
 
 def test_following_rows_train_exactly_the_turn_after_the_reminder(open_box):
-    from oprd.core.config import Config
+    from oprd.core.settings import Config
     from oprd.rollout.harness import Harness
 
     recorder = recordings.Recorder(open_box, Harness(Config(), chat=None).remind(), "s", 1)

@@ -9,7 +9,7 @@ import pytest
 
 from judge_server import drop, garbage, half_a_body, hang, says, serving, status
 from oprd.core.chat import Chat
-from oprd.core.config import Config
+from oprd.core.settings import Config
 from oprd.core.types import Ending, Observation, Reminder, ToolCall, Trajectory, Turn
 from oprd.rollout.ask import Asker, EngineChat, asker_of
 from oprd.rollout.attempts import Attempt, Outcome

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from oprd.core import plan
-from oprd.core.config import Config
+from oprd.core.settings import Config
 from oprd.core.model import ModelConfig
 from oprd.core.types import Example, Row
 

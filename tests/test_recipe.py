@@ -202,7 +202,8 @@ def test_bad_settings_name_the_nearest_and_the_two_numbers(tiny, tmp_path, capsy
 @pytest.mark.skipif(not SHIPPED.is_dir(), reason=f"no shipped checkpoint at {SHIPPED}")
 def test_kill_9_loses_only_the_step_in_hand_and_leaves_no_sandbox(tmp_path):
     """A real OPRD run from the shipped checkpoint: the killed and resumed run repeats the whole one to the bit."""
-    from oprd.rollout.recordings import tasks_of, write_jsonl
+    from oprd.core.disk import write_jsonl
+    from oprd.rollout.recordings import tasks_of
     from oprd.sandbox.microswe import Difficulty
 
     write_jsonl(tmp_path / "tasks.jsonl", [t.to_row() for t in tasks_of("oprd", 5, 40, Difficulty())])

@@ -12,7 +12,7 @@ import train
 from public_rows import BASH, ROWS, TICKS, U, call, done
 from oprd.core import hf, sources
 from oprd.core.chat import Chat
-from oprd.core.config import Config
+from oprd.core.settings import Config
 from oprd.core.data import read_sft, read_text
 from oprd.core.plan import data_file, describe, random_model
 from oprd.core.shapes import read_row

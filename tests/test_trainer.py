@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from oprd.core import hf
-from oprd.core.config import Train
+from oprd.core.settings import Train
 from oprd.core.model import Model, ModelConfig
 from oprd.core.objective import Distillation
 from oprd.core.trainer import Plan, Stopped, Trainer

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import MODELS, tiny
 
 from oprd.core import hf, tensors
-from oprd.core.config import Train
+from oprd.core.settings import Train
 from oprd.core.model import stays_float32
 from oprd.core.trainer import Plan, Trainer
 from oprd.core.types import Example, Row

@@ -1,0 +1,176 @@
+"""Every setting, with its default and help, as one frozen tree of sections. core/config.py reads it from a file and
+the command line. A module takes its section, never the whole tree.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+STAGES = ("microswe", "pretrain", "coding-sft", "if-sft", "oprd", "eval", "all", "score", "export",
+          "annotate", "match-rules")
+FILES = {"input": ("score", "annotate", "match-rules"),  # option of the command line: stages that take it
+         "output": ("score", "export", "annotate")}
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class Run(Section):
+    folder: str = Field("runs/micro", description="where everything of this run is written")
+    ready: str = Field("", description="stage all: folder of ready models of the first stages (base, coding-sft, ...)")
+    seed: int = Field(0, ge=0, description="seeds data order, initial weights, sampling and MicroSWE")
+    threads: int = Field(0, ge=0, description="CPU threads of torch; 0 leaves torch's choice")
+    precision: Literal["bf16", "fp32"] = Field("bf16", description="autocast type of training matrix products")
+
+
+class Model(Section):
+    path: str = Field("", description="Hugging Face folder to start from; empty: the stage before, under run.folder")
+    hidden: int = Field(128, ge=8, description="width of a new random model (stage microswe)")
+    layers: int = Field(4, ge=1, description="layers of a new random model")
+    heads: int = Field(4, ge=1, description="query heads of a new random model")
+    kv_heads: int = Field(2, ge=1, description="key/value heads of a new random model")
+    head_dim: int = Field(32, ge=2, description="size of one head of a new random model")
+    intermediate: int = Field(384, ge=8, description="SwiGLU width of a new random model")
+    tied: bool = Field(True, description="whether a new random model shares embedding and output head")
+
+
+class ChatSettings(Section):
+    form: Literal["auto", "template", "qwen3_5", "qwen3_6", "qwen3", "qwen3_instruct", "qwen2_5", "bare"] = Field(
+        "auto", description="how conversations are written: as the folder's template (auto, template) or a family's")
+    thinking: bool = Field(False, description="whether replies begin with a think block")
+    tools: bool = Field(True, description="whether the system message lists the tools' schemas, as Qwen's templates do")
+    system: str = Field("Fix the bug.", description="system message of every conversation")
+
+
+class MicroSWE(Section):
+    vocabulary: int = Field(512, ge=300, description="entries of the byte-level BPE trained on the generated corpus")
+    pretrain_texts: int = Field(6000, ge=1, description="plain texts for the pretraining of a base model")
+    coding_tasks: int = Field(1200, ge=1, description="tasks the expert solves for Coding SFT")
+    if_tasks: int = Field(600, ge=1, description="tasks on which scripted mistakes are made for IF SFT")
+    relabels: int = Field(8, ge=1, description="consistently renamed copies written for every recording")
+    oprd_tasks: int = Field(4000, ge=1, description="tasks in the OPRD pool")
+    validation_tasks: int = Field(128, ge=1, description="held-out tasks, with names no training task has")
+    functions: int = Field(3, ge=2, le=5, description="functions in the wrong file, at most")
+    branches: int = Field(3, ge=2, le=5, description="branches of a scenario function, at most")
+
+
+class Data(Section):
+    rows: str = Field("", description="rows (JSONL, Parquet, or a folder of them) of pretrain (text), coding-sft, "
+                                      "if-sft (conversations); empty: MicroSWE's")
+    tasks: str = Field("", description="task rows (JSONL) for oprd and eval; empty: MicroSWE's under run.folder")
+    strict: bool = Field(True, description="a bad training row stops the run (true) or is skipped and counted (false)")
+    only_resolved: bool = Field(False, description="leave out rows whose mark (resolved, target, reward) says unsolved")
+    max_tokens: int = Field(1024, ge=8, description="longest training row; longer texts (pretrain) are cut there")
+
+
+class Train(Section):
+    epochs: float = Field(1.0, gt=0, description="passes over the rows or tasks, unless steps is given")
+    steps: int = Field(0, ge=0, description="optimizer steps; 0: from epochs")
+    batch: int = Field(32, ge=1, description="examples (SFT) or attempts (OPRD) in one optimizer step")
+    micro_batch_tokens: int = Field(16384, ge=16, description="most tokens in a forward, student and teacher together")
+    lr: float = Field(1e-5, gt=0, description="peak learning rate")
+    lr_start: float = Field(0.0, ge=0, description="learning rate at the start of warm-up")
+    lr_min: float = Field(1e-6, ge=0, description="learning rate of the last step")
+    warmup: float = Field(0.005, ge=0, lt=1, description="warm-up, as a share of all steps")
+    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW")
+    beta2: float = Field(0.95, ge=0, lt=1, description="AdamW")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW")
+    router_balance: float = Field(0.001, ge=0, description="mixtures: weight of the router's load-balancing loss")
+    clip: float = Field(1.0, gt=0, description="largest global gradient norm")
+    checkpoint_every: int = Field(100, ge=1, description="optimizer steps between checkpoints")
+    keep: int = Field(2, ge=1, description="checkpoints kept")
+
+
+class Rollout(Section):
+    workers: int = Field(32, ge=1, description="conversations open at once")
+    verifiers: int = Field(2, ge=1, description="gradings at once")
+    lockstep: bool = Field(True, description="batch turns in lock-step: reproducible to the bit, a little slower")
+    temperature: float = Field(1.0, ge=0, description="sampling temperature; 0 is greedy")
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling; 1 keeps all")
+    max_turns: int = Field(12, ge=1, description="assistant turns of one attempt")
+    max_turn_tokens: int = Field(160, ge=1, description="tokens of one reply")
+    max_context_tokens: int = Field(1024, ge=16, description="tokens of one conversation")
+    max_malformed: int = Field(2, ge=1, description="malformed replies in a row that end an attempt")
+    attempt_s: float = Field(120.0, gt=0, description="seconds of wall clock for one attempt")
+    record: Literal["text", "ids", "none"] = Field("text", description="what is kept of every attempt, under attempts/")
+    cache_tokens: int = Field(65536, ge=64, description="tokens the native engine keeps cached")
+
+
+class SandboxSettings(Section):
+    kind: Literal["local", "docker"] = Field("local", description="local is no security boundary; docker is one")
+    image: str = Field("", description="docker: the image of tasks that name none (MicroSWE's; needs python3 and git)")
+    tests_s: float = Field(120.0, gt=0, description="seconds of wall clock for the hidden tests")
+    command_s: float = Field(20.0, gt=0, description="seconds of wall clock for one command")
+    memory_mib: int = Field(1024, ge=16, description="memory of one sandbox")
+    output_bytes: int = Field(4096, ge=64, description="bytes of a command's output an agent sees, head and tail")
+
+
+class Reminders(Section):
+    local: bool = Field(True, description="Turn-local Reminders in the teacher's view")
+    global_: bool = Field(True, alias="global", description="the Global Reminder in the teacher's view")
+    judge: Literal["none", "scripted", "model"] = Field("scripted", description="who decides the contextual categories")
+    judge_url: str = Field("", description="judge = model: the endpoint before /chat/completions, as "
+                                           "http://host:8000/v1; or engine, the rollout engine itself")
+    judge_model: str = Field("", description="judge = model: the model's name at the endpoint")
+    judge_key_variable: str = Field("", description="environment variable that holds the endpoint's key; empty: none")
+    judge_body: str = Field('{"temperature": 0, "max_tokens": 1024}',
+                            description="JSON object: what else every request holds")
+    judge_request_s: float = Field(60.0, gt=0, description="seconds for one request to the judge")
+    judge_total_s: float = Field(150.0, gt=0, description="seconds for one question with its retries; then no decision")
+    judge_concurrency: int = Field(8, ge=1, description="requests to the judge under way at once")
+    judge_cache: str = Field("", description="folder of the judge's answers; empty: judge/ under run.folder")
+    classes: tuple[Literal["R1", "R2", "R3", "R4"], ...] = Field(("R1", "R2", "R3", "R4"),
+                                                                 description="reminder classes in use")
+    disabled: tuple[str, ...] = Field((), description="rubric categories that are switched off")
+    micro_texts: bool = Field(True, description="the rubric's short texts for MicroSWE's tiny models")
+    family_cap: int = Field(4, ge=0, description="most contextual reminders of one family in a trajectory (paper: 1)")
+    rubric: str = Field("", description="a rubric file of your own, on top of ours")
+    budget: int = Field(4, ge=0, description="most local reminders in one trajectory (the paper does not say)")
+
+
+class OPRD(Section):
+    attempts_per_task: int = Field(1, ge=1, description="rollouts of each task in a step (open in the paper)")
+    routing: bool = Field(True, description="imitate successes, distil failures; false: distil all (OPSD)")
+    support: Literal["topk", "full"] = Field("topk", description="vocabulary support of the KL")
+    top_k: int = Field(100, ge=1, description="size of the joint support")
+    temperature: float = Field(1.0, gt=0, description="distillation temperature")
+    direction: Literal["reverse", "forward"] = Field("reverse", description="reverse is KL(student || teacher)")
+    lambda_success: float = Field(1.0, ge=0, description="weight of the imitation branch")
+    lambda_failure: float = Field(1.0, ge=0, description="weight of the distillation branch")
+    aggregate: Literal["token", "trajectory"] = Field("token", description="mean over tokens, or over trajectories")
+    denominator: Literal["separate", "joint"] = Field("separate", description="each branch has its own mean, or one")
+    without_reminder: Literal["drop", "distil"] = Field("drop", description="failures with no reminder at all")
+    refresh: Literal["fractions", "every", "frozen", "shared"] = Field("fractions", description="teacher schedule")
+    refresh_at: tuple[float, ...] = Field((0.2, 0.4, 0.6, 0.8), description="refresh = fractions: when, of training")
+    refresh_every: int = Field(50, ge=1, description="refresh = every: optimizer steps between refreshes")
+
+    @model_validator(mode="after")
+    def _fractions(self):
+        if any(not 0 < f < 1 for f in self.refresh_at):
+            raise ValueError(f"refresh_at = {list(self.refresh_at)} must lie between 0 and 1")
+        return self
+
+
+class Eval(Section):
+    attempts: int = Field(1, ge=1, description="attempts at each task")
+    tasks: int = Field(0, ge=0, description="tasks taken from the file; 0: all")
+    temperature: float = Field(1.0, ge=0, description="sampling temperature (the paper evaluates at 1.0)")
+    top_p: float = Field(0.95, gt=0, le=1, description="nucleus sampling (the paper evaluates at 0.95)")
+    following: bool = Field(False, description="also insert reminders while running and count how many are followed")
+
+
+class Config(Section):
+    run: Run = Run()
+    model: Model = Model()
+    chat: ChatSettings = ChatSettings()
+    microswe: MicroSWE = MicroSWE()
+    data: Data = Data()
+    train: Train = Train()
+    rollout: Rollout = Rollout()
+    sandbox: SandboxSettings = SandboxSettings()
+    reminders: Reminders = Reminders()
+    oprd: OPRD = OPRD()
+    eval: Eval = Eval()
