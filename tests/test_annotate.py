@@ -84,7 +84,7 @@ def test_a_line_that_is_no_attempt_is_named(tmp_path, text, words):
 
 def test_a_line_that_is_not_utf8_is_named(tmp_path):
     (tmp_path / "x.jsonl").write_bytes(b'{"turns": []}\n{"id": "\xff"}\n')
-    with pytest.raises(ValueError, match="x.jsonl:2: not JSON"):
+    with pytest.raises(ValueError, match="x.jsonl:2: not UTF-8"):
         list(read_records(tmp_path / "x.jsonl"))
 
 

@@ -102,15 +102,16 @@ def test_what_does_not_exist_is_refused_by_name(arguments, message):
 def test_task_rows_survive_a_file_and_bad_rows_name_file_line_and_field(tmp_path):
     task = generate(0, 0)
     good, path = json.dumps(task.to_row()), tmp_path / "tasks.jsonl"
-    path.write_text(good + "\n\n" + good + "\n")
-    assert read_tasks(path) == [task, task]
+    other = generate(0, 1)
+    path.write_text(good + "\n\n" + json.dumps(other.to_row()) + "\n")
+    assert read_tasks(path) == [task, other]
     odd = {**task.to_row(), "problem_statement": "one\u2028two\x85three"}  # line ends to str.splitlines, not to JSON
     path.write_text(json.dumps(odd, ensure_ascii=False) + "\n", encoding="utf-8")
     assert read_tasks(path)[0].problem_statement == "one\u2028two\x85three"
     for text, message in [(good[:50], r"tasks.jsonl:2: not JSON"),
-                          (json.dumps({**task.to_row(), "FAIL_TO_PASS": []}), "tasks.jsonl:2: FAIL_TO_PASS must be"),
+                          (json.dumps({**task.to_row(), "FAIL_TO_PASS": []}), f"tasks.jsonl:2: {task.instance_id}: FAIL_TO_PASS must be"),
                           (json.dumps({k: v for k, v in task.to_row().items() if k != "FAIL_TO_PASS"}),
-                           "tasks.jsonl:2: task has no field FAIL_TO_PASS"),
+                           f"tasks.jsonl:2: {task.instance_id}: task has no field FAIL_TO_PASS"),
                           (json.dumps({**task.to_row(), "PASS_TO_PASS": '["a"]'}), "PASS_TO_PASS must be a list, got str"),
                           (json.dumps({**task.to_row(), "install_config": None}), "install_config must be a JSON object"),
                           ("5", "tasks.jsonl:2: a task must be a JSON object, got int")]:
