@@ -90,7 +90,8 @@ def make_microswe(config: Config, load, resume: bool) -> None:
         raise ValueError(f"{model} exists; add --resume to keep it, or choose another run.folder")
     harness = Harness(config, chat=None)
     harness.sweep()
-    recorder = recordings.Recorder(harness.open_box, harness.remind(), config.chat.system, config.rollout.verifiers)
+    recorder = recordings.Recorder(harness.open_box, harness.remind(), config.chat.system, config.rollout.verifiers,
+                                   m.careful)
     bar = Progress(m.coding_tasks + m.if_tasks, name="recording")
     corpus = recordings.make_files(data, m, config.run.seed, recorder, lambda: bar.advance({}))
     bar.close()

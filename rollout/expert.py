@@ -1,14 +1,16 @@
 """The scripted expert of MicroSWE: solves every task, and makes the mistakes from which IF SFT learns to recover.
 
 A script is a list of tool calls that is really executed in a sandbox; what is recorded is what the tools answered.
-Coding SFT rows are clean solutions. IF SFT rows (ours; the paper gives only their filter) are, for a scripted mistake:
+Coding SFT rows are clean solutions, of an expert who seldom looks at the failing test first and seldom validates
+(`hasty`): what recorded agents are like, and what reminders are for. IF SFT rows (ours; the paper gives only their
+filter) are, for a scripted mistake:
 
     followed      the conversation up to a reminder and the one turn that follows it; only that turn is trained
     continued     the same conversation without the reminder; the turns after the recovery are trained, in one task
                   of eight the recovering turn too
-    global        a clean solution that begins with the Global Reminder of a really failed attempt
+    global        a careful solution that begins with the Global Reminder of a really failed attempt
 
-so a model that reads the plain conversation recovers now and then: OPRD has to make it a habit.
+so a model that reads the plain conversation looks, validates and recovers now and then: OPRD has to make it a habit.
 """
 
 from __future__ import annotations
@@ -60,33 +62,48 @@ def _repair(task: Task, text: str, word: str | None = None) -> ToolCall:
     return edit(m["path"], f'{m["anchor"]}\n{indent}{line}', f'{m["anchor"]}\n{indent}{new}')
 
 
-def solution(task: Task) -> list[ToolCall]:
-    """The expert's calls: read what is named, see the failure, make the smallest edit, validate once, stop."""
-    return [read(task.meta["path"]), CHECK, _repair(task, task.files[task.meta["path"]]), CHECK, SUBMIT]
+def solution(task: Task, look: bool = True, validate: bool = True) -> list[ToolCall]:
+    """The expert's calls: read what is named, see the failure (`look`), make the smallest edit, validate once, stop."""
+    return [read(task.meta["path"]), *[CHECK] * look, _repair(task, task.files[task.meta["path"]]), *[CHECK] * validate,
+            SUBMIT]
 
 
-def mistake(task: Task, rng: random.Random) -> tuple[list[ToolCall], list[ToolCall]]:
-    """A plausible wrong beginning, and the recovery that the reminder asks for up to the submission.
+def hasty(task: Task, careful: float) -> list[ToolCall]:
+    """The expert's calls when it looks and validates each in a share `careful` of the tasks only; it always looks
+    where nothing else tells the right word."""
+    rng = random.Random(f"hasty/{task.instance_id}")
+    look, validate = rng.random() < careful, rng.random() < careful
+    return solution(task, look or told_by_tests(task), validate)
+
+
+def told_by_tests(task: Task) -> bool:
+    """Whether only a failing test tells the right word."""
+    return task.meta["kind"] == "validate"
+
+
+def mistake(task: Task, rng: random.Random, careful: float = 1.0) -> tuple[list[ToolCall], list[ToolCall]]:
+    """A plausible wrong beginning, and the recovery that the reminder asks for up to the submission; what comes after
+    the recovery is as careful as `hasty`.
 
     The mistakes are those of an undertrained model: a path that does not exist, the short edit of an ambiguous line,
     the neighbour's file, a sibling's answer, a wrong word.
     """
-    m, text = task.meta, task.files[task.meta["path"]]
+    m, text, clean = task.meta, task.files[task.meta["path"]], hasty(task, careful)
     line = f'return "{m["wrong"]}"'
     redo = [RESTORE, _repair(task, text), CHECK, SUBMIT]
     if rng.random() < 0.35:
         path = f"src/{_foreign_word(rng, task)}.py"
         if rng.random() < 0.3:
-            return [read(path)], [LIST, *solution(task)]
+            return [read(path)], [LIST, *clean]
         lost = ToolCall("edit", {**_repair(task, text).arguments, "path": path})
         return [read(m["path"]), CHECK, lost], [LIST, _repair(task, text), CHECK, SUBMIT]
     if m["kind"] == "scope" and rng.random() < 0.5:
-        return [read(m["neighbour"])], solution(task)
+        return [read(m["neighbour"])], clean
     if m["kind"] == "scope":
         other = task.files[m["neighbour"]]
         word = _answer_of(other, m["function"])
         wrong = edit(m["neighbour"], f'return "{word}"', f'return "{m["right"]}"')
-        return [read(m["neighbour"]), wrong, CHECK], [RESTORE, *solution(task)]
+        return [read(m["neighbour"]), wrong, CHECK], [RESTORE, *clean]
     look = [CHECK] if rng.random() < 0.7 else []
     start = [read(m["path"]), *look]
     if text.count(line) > 1 and rng.random() < 0.5:
@@ -176,11 +193,14 @@ def recovery_rows(row_id: str, system: str, task: Task, steps: Sequence[Step], m
 
     In one task of eight the continued row also trains the recovering turn itself, without its reminder: a policy that
     never recovers unaided gives the reverse KL nothing to reinforce (its gradient is weighted by the student's own
-    probabilities), and one that always does leaves nothing to distil.
+    probabilities), and one that always does leaves nothing to distil. For the same reason looking at the test that
+    alone tells the right word is trained under its reminder only.
     """
     rows = followed_rows(row_id, system, task, steps, mistakes)
     if rows:
         unaided = zlib.crc32(row_id.encode()) % 8 == 0
-        trained = [j >= mistakes + (not unaided) for j in range(len(steps))]
+        edits = [j for j, step in enumerate(steps) if step.call.name == "edit"]
+        trained = [j >= mistakes + (not unaided) and not (step.call == CHECK and told_by_tests(task) and j < edits[0])
+                   for j, step in enumerate(steps)]
         rows.append(chat_row(f"{row_id}/continued", system, task, steps, trained))
     return rows

@@ -21,10 +21,11 @@ from typing import Any, Callable, Iterable, Sequence
 
 from oprd.core.disk import write_jsonl
 from oprd.core.settings import MicroSWE
-from oprd.core.types import Reminder
+from oprd.core.types import Reminder, ToolCall
 from oprd.rollout.agent import Remind
 from oprd.rollout.attempts import OpenBox
-from oprd.rollout.expert import Step, chat_row, followed_rows, mistake, perform, recovery_rows, solution
+from oprd.rollout.expert import (Step, chat_row, followed_rows, hasty, mistake, perform, recovery_rows, solution,
+                                 told_by_tests)
 from oprd.rollout.global_reminder import global_reminder
 from oprd.sandbox.microswe import FAMILIES, Difficulty, fixed_source, generate, pick, relabel, relabelling
 from oprd.sandbox.repo import extract_patch
@@ -43,10 +44,11 @@ class Recorder:
     remind: Remind
     system: str
     threads: int
+    careful: float
 
     def coding(self, tasks: Sequence[Task], done: Callable[[], None]) -> list[dict[str, Any]]:
         """One clean, verified solution a task."""
-        return self._each(tasks, lambda task: self._solve(task)[0], done)
+        return self._each(tasks, lambda task: [self._clean(task)], done)
 
     def following(self, tasks: Sequence[Task], done: Callable[[], None]) -> list[dict[str, Any]]:
         """The IF rows of one scripted mistake a task (what was done before the recovery counts as a failed attempt)."""
@@ -64,33 +66,46 @@ class Recorder:
         with ThreadPoolExecutor(self.threads) as pool:
             return [row for rows in pool.map(one, tasks) for row in rows]
 
-    def _solve(self, task: Task, start: Reminder | None = None) -> tuple[list[dict[str, Any]], list[Step]]:
-        """The expert's verified solution as a row, and its steps; a second row begins with the Global Reminder."""
+    def _clean(self, task: Task) -> dict[str, Any]:
+        """The row of the hasty expert, who yet solves the task."""
+        return self._row(task, "solution", self._solved(task, hasty(task, self.careful)))
+
+    def _solved(self, task: Task, calls: Sequence[ToolCall]) -> list[Step]:
+        """The steps of a script that solves the task, verified."""
         with self.open_box(task) as box:
-            steps = perform(task, box, solution(task), self.remind)
+            steps = perform(task, box, calls, self.remind)
             patch = extract_patch(box)
         verdict = verify(task, patch, self.open_box)
         if not verdict.resolved:
             raise RuntimeError(f"the expert did not solve {task.instance_id}: {verdict.log[-500:]}")
-        starts = {"solution": None} | ({"global": start} if start else {})
-        return [chat_row(f"{task.instance_id}/{kind}", self.system, task, steps, [True] * len(steps), start=reminder)
-                for kind, reminder in starts.items()], steps
+        return steps
+
+    def _row(self, task: Task, kind: str, steps: Sequence[Step], start: Reminder | None = None) -> dict[str, Any]:
+        return chat_row(f"{task.instance_id}/{kind}", self.system, task, steps, [True] * len(steps), start=start)
 
     def _follow(self, task: Task) -> list[dict[str, Any]]:
-        wrong, recovery = mistake(task, random.Random(task.instance_id))
+        wrong, recovery = mistake(task, random.Random(task.instance_id), self.careful)
         with self.open_box(task) as box:
             steps = perform(task, box, wrong, self.remind)
             patch = extract_patch(box)
             steps = perform(task, box, recovery, self.remind, earlier=steps)
         reminder = global_reminder(task, verify(task, patch, self.open_box)) if patch else None
         rows = recovery_rows(task.instance_id, self.system, task, steps, len(wrong))
-        solved, clean = self._solve(task, reminder)
-        return rows + solved + followed_rows(f"{task.instance_id}/clean", self.system, task, clean, 0)
+        careful = self._solved(task, solution(task))
+        rows += followed_rows(f"{task.instance_id}/clean", self.system, task, careful, 0)
+        if reminder:
+            rows.append(self._row(task, "global", careful, start=reminder))
+        if not told_by_tests(task):
+            rows.append(self._clean(task))
+        return rows
 
 
-def tasks_of(stream: str, seed: int, count: int, difficulty: Difficulty, kind: str | None = None) -> list[Task]:
+def tasks_of(stream: str, seed: int, count: int, difficulty: Difficulty,
+             kinds: Sequence[str] | None = None) -> list[Task]:
+    """The first tasks of a file's stream; `kinds`: of these kinds in turn, else of all at random."""
     family = "validation" if stream == "validation" else "train"
-    return [generate(seed * 10 + STREAMS[stream], i, family, kind, difficulty) for i in range(count)]
+    return [generate(seed * 10 + STREAMS[stream], i, family, kinds and kinds[i % len(kinds)], difficulty)
+            for i in range(count)]
 
 
 def pretraining_texts(seed: int, count: int, difficulty: Difficulty) -> list[str]:
@@ -122,7 +137,7 @@ def pretraining_texts(seed: int, count: int, difficulty: Difficulty) -> list[str
 def make_files(folder: Path, size: MicroSWE, seed: int, recorder: Recorder, done: Callable[[], None]) -> list[str]:
     """Write all files but the tokenizer; `done` hears of each recorded task. Returns the text to train it on."""
     difficulty = Difficulty(size.functions, size.branches)
-    coding = recorder.coding(tasks_of("coding", seed, size.coding_tasks, difficulty), done)
+    coding = recorder.coding(tasks_of("coding", seed, size.coding_tasks, difficulty, size.demonstrated), done)
     following = recorder.following(tasks_of("if", seed, size.if_tasks, difficulty), done)
     texts = pretraining_texts(seed, size.pretrain_texts, difficulty)
     for name, rows in (("pretrain", [{"text": text} for text in texts]),

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from oprd.rollout import recordings
-from oprd.rollout.expert import chat_row, mistake, perform, solution
+from oprd.rollout.expert import CHECK, chat_row, hasty, mistake, perform, solution
 from oprd.sandbox.box import Limits
 from oprd.sandbox.microswe import FAMILIES, KINDS, Difficulty, generate, relabel, relabelling
 from oprd.sandbox.opener import opener
@@ -124,7 +124,7 @@ def test_following_rows_train_exactly_the_turn_after_the_reminder(open_box):
     from oprd.core.settings import Config
     from oprd.rollout.harness import Harness
 
-    recorder = recordings.Recorder(open_box, Harness(Config(), chat=None).remind(), "s", 1)
+    recorder = recordings.Recorder(open_box, Harness(Config(), chat=None).remind(), "s", 1, careful=0.25)
     tasks = [t for t in (generate(11, i) for i in range(20)) if t.meta["kind"] in ("ambiguous", "scenario")][:4]
     rows = recorder.following(tasks, lambda: None)
     followed = [r for r in rows if "/followed-" in r["id"]]
@@ -136,3 +136,29 @@ def test_following_rows_train_exactly_the_turn_after_the_reminder(open_box):
     for row in rows:
         if row["id"].endswith("/continued"):
             assert not any(str(m["content"]).startswith("<system-reminder>") for m in row["messages"])
+
+
+def test_a_hasty_expert_seldom_looks_and_seldom_validates_but_always_looks_where_only_a_test_tells():
+    calls = {kind: [hasty(generate(4, i, kind=kind), careful=0.25) for i in range(200)] for kind in KINDS}
+    looks = {kind: sum(script[1] == CHECK for script in scripts) for kind, scripts in calls.items()}
+    assert looks.pop("validate") == 200
+    assert all(30 < count < 75 for count in looks.values())
+    assert 150 < sum(script[-2] == CHECK for scripts in calls.values() for script in scripts) < 250
+
+
+def test_looking_at_the_test_that_alone_tells_the_word_is_trained_under_its_reminder_only(open_box):
+    from oprd.core.settings import Config
+    from oprd.rollout.harness import Harness
+
+    recorder = recordings.Recorder(open_box, Harness(Config(), chat=None).remind(), "s", 1, careful=0.25)
+    trained = []
+    for i in range(8):
+        for row in recorder._follow(generate(13, i, kind="validate")):
+            messages, edited = row["messages"], False
+            for before, message in zip(messages, messages[1:]):
+                if message["role"] == "assistant":
+                    call = message["tool_calls"][0]["function"]
+                    edited |= call["name"] == "edit"
+                    if call["arguments"] == CHECK.arguments and not edited and message.get("weight", 1):
+                        trained.append((row["id"].rsplit("/", 1)[1], "system-reminder" in str(before["content"])))
+    assert trained and all(reminded or kind == "global" for kind, reminded in trained)
