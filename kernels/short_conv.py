@@ -59,4 +59,4 @@ def short_conv_step(x: Tensor, weight: Tensor, windows: Tensor) -> Tensor:
     """One token for each of N rows: x [N, C] -> y [N, C]; windows [N, W - 1, C] are updated in place."""
     seen = torch.cat([windows, x.unsqueeze(1)], dim=1)
     windows.copy_(seen[:, 1:])
-    return F.silu(torch.einsum("nwc,cw->nc", seen, weight))
+    return F.silu((seen * weight.T).sum(1))

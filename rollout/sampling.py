@@ -6,13 +6,12 @@ numbers are drawn when it joins, and every row goes through the same arithmetic 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from oprd.rollout.engine import Sampling
-
-LIKELIEST = 64  # tokens looked at first for top-p; a full sort follows only when they do not reach it
-
 
 class Sampler:
     """Rows 0..N-1 are occupied; leave(row) moves the last row into the hole, as the decoder does."""
@@ -23,7 +22,7 @@ class Sampler:
         self.top_p = torch.ones(rows, 1, dtype=torch.float64)
         self.greedy = torch.zeros(rows, dtype=torch.bool)
         self.slot = torch.zeros(rows, dtype=torch.int64)  # where the next token's numbers lie in the flat tables below
-        self.uniforms = torch.zeros(rows, 64, dtype=torch.float64)
+        self.uniforms = torch.zeros(rows, 64, 2, dtype=torch.float64)  # two numbers for a token
         self.logprobs = torch.zeros(rows, 64)
         self.settings: list[Sampling] = []  # of the occupied rows: what need not be looked up in a tensor
 
@@ -34,10 +33,10 @@ class Sampler:
             self._widen(most)
         generator = torch.Generator().manual_seed(seed)
         # float32 numbers in float64 arithmetic: u * total stays below total, so no draw falls off the end
-        self.uniforms[row, :most] = torch.rand(most, generator=generator)
+        self.uniforms[row, :most] = torch.rand(most, 2, generator=generator)
         self.greedy[row] = sampling.temperature == 0
         self.temperature[row] = sampling.temperature or 1.0
-        self.top_p[row] = sampling.top_p
+        self.top_p[row] = sampling.top_p if sampling.top_p < 1 else math.inf  # all tokens, whatever rounding does
         self.slot[row] = row * self.uniforms.shape[1]
         self.settings.append(sampling)
         self.n += 1
@@ -50,14 +49,11 @@ class Sampler:
         plain = all(s.temperature in (0, 1) for s in settings)
         logprobs = torch.log_softmax(logits if plain else logits / self.temperature[rows], dim=-1)
         slot = self.slot[rows]
-        uniforms = self.uniforms.view(-1).index_select(0, slot).unsqueeze(1)
-        narrow = [i for i, s in enumerate(settings) if s.top_p < 1]
-        if len(narrow) == len(settings):
-            ids = _nucleus(logprobs, self.top_p[rows], uniforms)
+        uniforms = self.uniforms.view(-1, 2).index_select(0, slot)
+        if all(s.top_p == 1 for s in settings):
+            ids = _drawn(logprobs.exp(), uniforms[:, :1])
         else:
-            ids = _drawn(logprobs.exp(), uniforms)
-            if narrow:
-                ids[narrow] = _nucleus(logprobs[narrow], self.top_p[rows][narrow], uniforms[narrow])
+            ids = _nucleus(logprobs.exp(), self.top_p[rows], uniforms)
         if any(s.temperature == 0 for s in settings):
             ids = torch.where(self.greedy[rows], logits.argmax(-1), ids)
         self.logprobs.view(-1).index_copy_(0, slot, logprobs.gather(1, ids.unsqueeze(1)).squeeze(1))
@@ -78,50 +74,46 @@ class Sampler:
 
     def _widen(self, width: int) -> None:
         """Room for `width` tokens in every row."""
-        rows, old = self.uniforms.shape
+        rows, old = self.logprobs.shape
         self.slot += torch.arange(rows) * (width - old)
         pad = torch.zeros(rows, width - old)
-        self.uniforms = torch.cat([self.uniforms, pad.double()], dim=1)
+        self.uniforms = torch.cat([self.uniforms, self.uniforms.new_zeros(rows, width - old, 2)], dim=1)
         self.logprobs = torch.cat([self.logprobs, pad], dim=1)
 
 
 def _drawn(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     """The token at which the running sum of the probabilities [N, V] first exceeds its share uniforms [N, 1]: [N]."""
     sums = probabilities.cumsum(-1, dtype=torch.float64)
-    if not sums[:, -1].isfinite().all():
+    total = sums[:, -1:]
+    if not math.isfinite(total.sum().item()):
         raise FloatingPointError("logits are not finite: the weights have diverged")
-    return torch.searchsorted(sums, uniforms * sums[:, -1:], right=True).squeeze(1)
+    return torch.searchsorted(sums, uniforms * total, right=True).squeeze(1)
 
 
-def _nucleus(logprobs: Tensor, top_p: Tensor, uniforms: Tensor) -> Tensor:
-    """A draw from the smallest set of likeliest tokens whose probabilities reach top_p [N, 1]: [N].
+def _nucleus(probabilities: Tensor, top_p: Tensor, uniforms: Tensor) -> Tensor:
+    """A draw from the smallest set of likeliest tokens whose probabilities reach top_p [N, 1]; uniforms [N, 2]: [N].
 
-    The likeliest LIKELIEST tokens nearly always reach it; a row in which they do not is drawn from all of its own,
-    sorted, so that what a row gets never depends on another.
+    A draw from all tokens that falls into the set is a draw from the set. The others, 1 - top_p of them, are drawn anew
+    from the set itself, with their second number: only they need a sort, which costs more than all the rest.
     """
-    values, order = logprobs.topk(min(LIKELIEST, logprobs.shape[1]), dim=-1)
-    sums = values.exp_().cumsum(-1, dtype=torch.float64)
-    reached = (sums[:, -1:] >= top_p).squeeze(1)
-    if sums.shape[1] == logprobs.shape[1] or reached.all():
-        return _within(sums, order, top_p, uniforms)
-    if not reached.any():
-        return _from_all(logprobs, top_p, uniforms)
-    ids, short = torch.empty(len(logprobs), dtype=torch.int64), ~reached
-    ids[reached] = _within(sums[reached], order[reached], top_p[reached], uniforms[reached])
-    ids[short] = _from_all(logprobs[short], top_p[short], uniforms[short])
+    ids = _drawn(probabilities, uniforms[:, :1])
+    outside = (_ahead(probabilities, ids) >= top_p.squeeze(1)).nonzero().squeeze(1)
+    if len(outside):
+        ids[outside] = _from_set(probabilities[outside], top_p[outside], uniforms[outside, 1:])
     return ids
 
 
-def _from_all(logprobs: Tensor, top_p: Tensor, uniforms: Tensor) -> Tensor:
-    """_nucleus() over the whole vocabulary, sorted."""
-    values, order = logprobs.sort(dim=-1, descending=True, stable=True)
-    return _within(values.exp_().cumsum(-1, dtype=torch.float64), order, top_p, uniforms)
+def _ahead(probabilities: Tensor, ids: Tensor) -> Tensor:
+    """The probability of all tokens that stand before ids [N]: likelier ones, and equally likely ones of lower id."""
+    ids = ids.unsqueeze(1)
+    own = probabilities.gather(1, ids)
+    tied = (probabilities == own).logical_and_(torch.arange(probabilities.shape[1]) < ids)
+    return torch.where(tied.logical_or_(probabilities > own), probabilities, 0.0).sum(-1)
 
 
-def _within(sums: Tensor, order: Tensor, top_p: Tensor, uniforms: Tensor) -> Tensor:
-    """A draw from the sorted tokens `order` up to the first whose running sum reaches top_p."""
+def _from_set(probabilities: Tensor, top_p: Tensor, uniforms: Tensor) -> Tensor:
+    """A draw from the set itself; uniforms [N, 1]."""
+    values, order = probabilities.sort(dim=-1, descending=True, stable=True)
+    sums = values.cumsum(-1, dtype=torch.float64)
     last = torch.searchsorted(sums, top_p).clamp_(max=sums.shape[1] - 1)
-    total = sums.gather(1, last)
-    if not total.isfinite().all():
-        raise FloatingPointError("logits are not finite: the weights have diverged")
-    return order.gather(1, torch.searchsorted(sums, uniforms * total, right=True)).squeeze(1)
+    return order.gather(1, torch.searchsorted(sums, uniforms * sums.gather(1, last), right=True)).squeeze(1)

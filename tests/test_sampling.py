@@ -12,10 +12,11 @@ torch.set_num_threads(1)
 
 
 def set_of(p, top_p):
-    """The tokens that a fine grid of uniform numbers draws from one row of probabilities, and how often."""
-    grid = (torch.arange(2000, dtype=torch.float64)[:, None] + 0.5) / 2000
-    drawn = _nucleus(p.log().expand(2000, -1), torch.full((2000, 1), top_p, dtype=torch.float64), grid)
-    return {i: round(n / 2000, 2) for i, n in enumerate(drawn.bincount().tolist()) if n}
+    """The tokens that evenly spread pairs of uniform numbers draw from one row of probabilities, and how often."""
+    grid = (torch.arange(9000, dtype=torch.float64) + 0.5) / 9000
+    pairs = torch.stack([grid, (torch.arange(9000) * 0.6180339887498949).double() % 1], dim=1)
+    drawn = _nucleus(p.expand(9000, -1), torch.full((9000, 1), top_p, dtype=torch.float64), pairs)
+    return {i: round(n / 9000, 2) for i, n in enumerate(drawn.bincount().tolist()) if n}
 
 
 def test_top_p_keeps_the_smallest_set_that_reaches_it_and_draws_by_probability():
@@ -24,13 +25,15 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it_and_draws_by_probability()
     assert set_of(p, 0.6) == {1: 0.67, 3: 0.33}
     assert set_of(p, 0.8) == {1: 0.56, 2: 0.17, 3: 0.28}
     assert set_of(p, 1.0) == {0: 0.1, 1: 0.5, 2: 0.15, 3: 0.25}
-    # the set is larger than the tokens looked at first: the density falls from 1.5 to 0.5, so 1.5 x - x^2 / 2 = 0.9 at
-    # x = 0.829, that is 415 of 500; beside it a row that one token fills
+    # the density falls from 1.5 to 0.5, so 1.5 x - x^2 / 2 = 0.9 at x = 0.829, that is 415 of 500; beside it a row that
+    # one token fills
     flat = torch.linspace(0.5, 1.5, 500, dtype=torch.float64)
     assert len(set_of(flat / flat.sum(), 0.9)) == pytest.approx(415, abs=1)
-    rows = torch.stack([flat / flat.sum(), torch.eye(500, dtype=torch.float64)[7]]).log()
-    both = _nucleus(rows, torch.tensor([[0.9], [0.9]]).double(), torch.tensor([[0.3], [0.3]]).double())
-    assert both[1] == 7 and both[0] == _nucleus(rows[:1], torch.tensor([[0.9]]).double(), torch.tensor([[0.3]]).double())
+    rows = torch.stack([flat / flat.sum(), torch.eye(500, dtype=torch.float64)[7]])
+    both = _nucleus(rows, torch.tensor([[0.9], [0.9]]).double(), torch.tensor([[0.01, 0.3]] * 2).double())
+    alone = _nucleus(rows[:1], torch.tensor([[0.9]]).double(), torch.tensor([[0.01, 0.3]]).double())
+    assert both.tolist() == [alone.item(), 7] and alone.item() > 85  # the first number alone would draw a token below
+    assert set_of(torch.full((8,), 0.125, dtype=torch.float64), 0.5) == {i: 0.25 for i in range(4)}  # ties: by their id
     p = p[None]
     n = 4000
     sampler = Sampler(n)
