@@ -33,14 +33,16 @@ class Packed:
 @dataclass(frozen=True, eq=False)
 class Scored:
     """The tokens one loss is computed on. index: int64 [N], packed position of the hidden state that predicts (one
-    before the target); targets: int64 [N], the token ids; weights: float64 [N], final and never zero."""
+    before the target); targets: int64 [N], the token ids; weights: float64 [N], final and never zero; sampled: float64
+    [N], log-probabilities when the tokens were sampled (NaN where nobody recorded them)."""
 
     index: Tensor
     targets: Tensor
     weights: Tensor
+    sampled: Tensor
 
     def to(self, device) -> "Scored":
-        return Scored(self.index.to(device), self.targets.to(device), self.weights.to(device))
+        return Scored(*(x.to(device) for x in (self.index, self.targets, self.weights, self.sampled)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +89,12 @@ def trainable_tokens(example: Example) -> int:
     return int(weighted.sum())
 
 
+def counted_tokens(example: Example) -> int:
+    """How many tokens of the example stand in a denominator: the trainable ones, and of a policy-gradient row all its
+    targets, since an advantage of zero is a measurement and not a mask."""
+    return len(example.row.targets) if "pg" in example.weights else trainable_tokens(example)
+
+
 def tokens_read(example: Example) -> tuple[int, int]:
     """Tokens the student and the teacher read for this example (the teacher: only if something is distilled)."""
     return len(example.row.ids), example.teacher.tokens() if _distils(example) else 0
@@ -118,15 +126,16 @@ def pack(examples: Sequence[Example], token_budget: int) -> list[list[Example]]:
 def collate(examples: Sequence[Example]) -> Batch:
     """Pack the examples' rows (and their teacher views) into one Batch; weights must be final already."""
     student, starts = pack_rows(e.row for e in examples)
-    parts: dict[str, list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
+    parts: dict[str, list[tuple[np.ndarray, ...]]] = {}
     for example, start in zip(examples, starts):
         row = example.row
         for name, weights in example.weights.items():
             weights = np.asarray(weights, dtype=np.float64)
             keep = weights != 0
             if keep.any():
-                at = row.targets[keep]
-                parts.setdefault(name, []).append((at - 1 + start, row.ids[at], weights[keep]))
+                at, old = row.targets[keep], example.old_logprobs
+                sampled = np.full(len(at), np.nan) if old is None else np.asarray(old, dtype=np.float64)[keep]
+                parts.setdefault(name, []).append((at - 1 + start, row.ids[at], weights[keep], sampled))
     scored = {name: Scored(*(torch.from_numpy(np.concatenate(x)) for x in zip(*p))) for name, p in parts.items()}
     distilled = [e for e in examples if _distils(e)]
     if not distilled:

@@ -2,17 +2,20 @@
 
 The step's loss is the plain sum, over every scored token n of the optimizer step, of
 
-    weight_n * loss_n        loss_n = nll_n (imitation) or kl_n (distillation), unreduced
+    weight_n * loss_n        loss_n = nll_n (imitation), kl_n (distillation) or pg_n (policy gradient), unreduced
 
 `normalise` makes those final weights once, over the whole optimizer step, before any split into micro-batches; so
-the split changes neither loss nor gradient. With w_n the raw weight, b its branch (`success`, `failure`, `sft`),
-lambda_sft = 1, and counting only tokens whose raw weight is not zero:
+the split changes neither loss nor gradient. With w_n the raw weight (pg: the advantage), b its branch (`success`,
+`failure`, `policy`, `sft`), lambda_policy = lambda_sft = 1, and counting only tokens whose raw weight is not zero (in a
+pg row every target counts):
 
     aggregate   denominator   weight_n
     token       separate      lambda_b w_n / N_b            N_b: tokens of branch b
     token       joint         lambda_b w_n / N              N: tokens of all branches
     trajectory  separate      lambda_b w_n / (U_b n_u)      U_b: trajectories of branch b; n_u: tokens of n's own
     trajectory  joint         lambda_b w_n / (U n_u)        U: trajectories of all branches
+    constant    separate      lambda_b w_n / (U_b length)   no mean over a trajectory's own tokens: a longer one is not
+    constant    joint         lambda_b w_n / (U length)     pushed less per token; length: a constant of the run
 
 `separate` with `token` is the paper's L = lambda+ L+ + lambda- L-, each the mean over its branch's valid tokens. With
 `joint`, 1:1 weighs a branch by how many tokens (or trajectories) it has. A branch without tokens contributes zero.
@@ -29,14 +32,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from oprd.core.batch import Batch, Forest, trainable_tokens
+from oprd.core.batch import Batch, Forest, Scored, counted_tokens
 from oprd.core.metrics import Max, Mean, Metric, Min, Sum
 from oprd.core.moe import balance_loss
 from oprd.core.types import Example
-from oprd.kernels.cross_entropy import token_nll
+from oprd.kernels.cross_entropy import compute_dtype, token_nll
+from oprd.kernels.policy_gradient import RATIOS, RatioStats, policy_gradient
 from oprd.kernels.topk_kl import SupportStats, topk_kl
 
-AGGREGATES = ("token", "trajectory")
+AGGREGATES = ("token", "trajectory", "constant")
 DENOMINATORS = ("separate", "joint")
 
 
@@ -48,8 +52,11 @@ class Objective:
     lambda_failure: float = 1.0
     aggregate: str = "token"
     denominator: str = "separate"
+    length: float = 1.0  # aggregate = constant: tokens
 
     def __post_init__(self):
+        if not 0 < self.length < float("inf"):
+            raise ValueError(f"length = {self.length} must be above 0")
         if self.aggregate not in AGGREGATES:
             raise ValueError(f"aggregate = {self.aggregate!r} must be one of {AGGREGATES}")
         if self.denominator not in DENOMINATORS:
@@ -69,10 +76,32 @@ class Distillation:
     support: str = "topk"
 
 
+@dataclass(frozen=True)
+class PolicyGradient:
+    """The policy-gradient loss: see `kernels/policy_gradient.py`. temperature: that of the rollouts, by which the
+    trainer's logits are divided too."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    cap: float = 5.0
+    ratio: str = "behaviour"
+    temperature: float = 1.0
+
+    def __post_init__(self):
+        if self.ratio not in RATIOS:
+            raise ValueError(f"ratio = {self.ratio!r} must be one of {RATIOS}")
+        if not (0 <= self.clip_low <= 1 and self.clip_high >= 0 and self.temperature > 0):
+            raise ValueError(f"clip_low = {self.clip_low} must be from 0 to 1, clip_high = {self.clip_high} 0 or above "
+                             f"and temperature = {self.temperature} above 0")
+        if self.cap < 1 + self.clip_high:
+            raise ValueError(f"cap = {self.cap} must be at least 1 + clip_high = {1 + self.clip_high}")
+
+
 def normalise(examples: Sequence[Example], objective: Objective = Objective()) -> list[Example]:
     """The same examples with final weights. `examples` is the WHOLE optimizer step."""
-    factor = {"sft": 1.0, "success": objective.lambda_success, "failure": objective.lambda_failure}
-    counts = [trainable_tokens(e) for e in examples]
+    factor = {"sft": 1.0, "success": objective.lambda_success, "failure": objective.lambda_failure,
+              "policy": 1.0}
+    counts = [counted_tokens(e) for e in examples]
     for example in examples:
         _check(example, factor)
     units = [(e.branch, e.unit or i) for i, e in enumerate(examples)]
@@ -88,16 +117,16 @@ def normalise(examples: Sequence[Example], objective: Objective = Objective()) -
             final.append(example)
             continue
         below = per_branch[example.branch] if objective.denominator == "separate" else everything
-        if objective.aggregate == "trajectory":
-            below *= per_unit[unit]
+        if objective.aggregate != "token":
+            below *= per_unit[unit] if objective.aggregate == "trajectory" else objective.length
         scale = factor[example.branch] / below
         weights = {name: np.asarray(w, dtype=np.float64) * scale for name, w in example.weights.items()}
         final.append(replace(example, weights=weights))
     return final
 
 
-def batch_loss(model, teacher, batch: Batch, distillation: Distillation,
-               balance: float = 0.0) -> tuple[Tensor, dict[str, Metric]]:
+def batch_loss(model, teacher, batch: Batch, distillation: Distillation, balance: float = 0.0,
+               policy: PolicyGradient = PolicyGradient()) -> tuple[Tensor, dict[str, Metric]]:
     """One micro-batch's part of the step's loss (a scalar with a graph), and its metrics.
 
     model, teacher: `hidden(ids [T], cu_seqlens, positions, caches, routers) -> [T, D]`, `head_weight` [V, D],
@@ -116,6 +145,9 @@ def batch_loss(model, teacher, batch: Batch, distillation: Distillation,
         if name == "nll":
             values = token_nll(states, model.head_weight, scored.targets)
             metrics["train/nll"] = Mean(*_total(values))
+        elif name == "pg":
+            values, found = _reinforce(states, model.head_weight, scored, policy)
+            metrics |= _policy_metrics(found)
         else:
             values, stats = _distil(states, model, teacher, batch, distillation)
             metrics |= _distillation_metrics(values, stats)
@@ -138,6 +170,14 @@ def _distil(states, model, teacher, batch, settings: Distillation) -> tuple[Tens
         seen = read_forest(teacher, batch.teacher).index_select(0, batch.teacher_index)
     return topk_kl(states, model.head_weight, seen, teacher.head_weight, settings.k, settings.temperature,
                    settings.direction, settings.support)
+
+
+def _reinforce(states, head_weight, scored: Scored, settings: PolicyGradient) -> tuple[Tensor, RatioStats]:
+    if settings.temperature != 1.0:
+        states = states.to(compute_dtype(states)) / settings.temperature
+    logprobs = -token_nll(states, head_weight, scored.targets)
+    return policy_gradient(logprobs, scored.sampled, scored.weights, settings.clip_low, settings.clip_high, settings.cap,
+                           settings.ratio)
 
 
 def read_forest(model, forest: Forest) -> Tensor:
@@ -164,6 +204,11 @@ def _distillation_metrics(values: Tensor, stats: SupportStats) -> dict[str, Metr
     return found
 
 
+def _policy_metrics(stats: RatioStats) -> dict[str, Metric]:
+    return {"policy/ratio": Mean(*_total(stats.ratio)), "policy/ratio_max": Max(stats.ratio.max().item()),
+            "policy/clipped": Mean(*_total(stats.clipped)), "policy/kl_to_sampled": Mean(*_total(stats.kl))}
+
+
 def _total(x: Tensor) -> tuple[float, int]:
     return x.detach().sum(dtype=torch.float64).item(), x.numel()
 
@@ -173,7 +218,9 @@ def _check(example: Example, branches) -> None:
     if example.branch not in branches:
         raise ValueError(f"{source}: branch = {example.branch!r} must be one of {tuple(branches)}")
     for name, w in example.weights.items():
-        if name not in ("nll", "kl"):
-            raise ValueError(f"{source}: loss = {name!r} must be one of ('nll', 'kl') in this version")
+        if name not in ("nll", "kl", "pg"):
+            raise ValueError(f"{source}: loss = {name!r} must be one of ('nll', 'kl', 'pg')")
         if not np.isfinite(w).all():
             raise ValueError(f"{source}: a {name} weight is not finite")
+    if "pg" in example.weights and not np.isfinite(example.old_logprobs).all():
+        raise ValueError(f"{source}: a sampled token's log-probability is not finite")

@@ -11,7 +11,7 @@ import torch
 
 from oprd.core.batch import collate, pack, tokens_read, trainable_tokens
 from oprd.core.metrics import Last, Metric, Sum, merge
-from oprd.core.objective import Distillation, Objective, batch_loss, normalise
+from oprd.core.objective import Distillation, Objective, PolicyGradient, batch_loss, normalise
 from oprd.core.optim import AdamW, clip_gradients
 from oprd.core.types import Example
 
@@ -20,8 +20,8 @@ log = logging.getLogger("oprd.step")
 
 def train_step(model, teacher, examples: Sequence[Example], optimizer: AdamW, *, lr: float, token_budget: int,
                objective: Objective = Objective(), distillation: Distillation = Distillation(),
-               router_balance: float = 0.0, max_norm: float = math.inf, bf16: bool = False,
-               device="cpu") -> dict[str, Metric]:
+               policy: PolicyGradient = PolicyGradient(), router_balance: float = 0.0, max_norm: float = math.inf,
+               bf16: bool = False, device="cpu") -> dict[str, Metric]:
     """Train once on all `examples` (one optimizer step's worth) and return the step's metrics.
 
     Weights are normalised over the whole step, then the examples are packed into micro-batches of at most
@@ -50,7 +50,7 @@ def train_step(model, teacher, examples: Sequence[Example], optimizer: AdamW, *,
     for part in parts:
         batch = collate(part).to(device)
         with torch.autocast(torch.device(device).type, dtype=torch.bfloat16) if bf16 else nullcontext():
-            loss, found = batch_loss(model, teacher, batch, distillation, router_balance / len(useful))
+            loss, found = batch_loss(model, teacher, batch, distillation, router_balance / len(useful), policy)
         loss.backward()
         metrics = merge(metrics, found)
     norm = clip_gradients(optimizer.parameters.values(), max_norm)

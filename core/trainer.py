@@ -11,7 +11,7 @@ import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Mapping, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
 import torch
 
@@ -19,7 +19,7 @@ from oprd.core import checkpoint, hf
 from oprd.core.settings import Train
 from oprd.core.metrics import Last, Log, Metric, Progress, values
 from oprd.core.model import Model
-from oprd.core.objective import Distillation, Objective
+from oprd.core.objective import Distillation, Objective, PolicyGradient
 from oprd.core.optim import AdamW, learning_rate
 from oprd.core.step import train_step
 from oprd.core.types import Example
@@ -38,6 +38,7 @@ class Plan:
     train: Train
     objective: Objective = Objective()
     distillation: Distillation = Distillation()
+    policy: PolicyGradient = PolicyGradient()
     teacher: bool = False
     shared: bool = False
     refresh: frozenset[int] = frozenset()
@@ -45,7 +46,7 @@ class Plan:
 
 
 class Stopped(Exception):
-    """A signal asked the run to stop; everything is saved."""
+    """The run was asked to stop, by a signal or by its supply; everything is saved. The message says why."""
 
 
 class Trainer:
@@ -74,6 +75,7 @@ class Trainer:
             self.teacher.requires_grad_(plan.shared)
         self.optimizer = AdamW(self.model.named_parameters(), betas=(plan.train.beta1, plan.train.beta2),
                                weight_decay=plan.train.weight_decay)
+        self.memory: Any = state.position.get("memory") if state else None  # what `remember` gave when it was saved
         if state:
             self.step = state.step
             self.optimizer.load_state_dict(state.optimizer)
@@ -81,16 +83,21 @@ class Trainer:
             log.warning("resuming from %s", found)
 
     def run(self, supply: Supply, updated: Callable[[int], None] = lambda step: None,
-            shown: Sequence[str] = ("train/loss",)) -> None:
-        """Train to the end and write `model/`. Raises Stopped after SIGINT or SIGTERM, with everything saved."""
-        plan = self.plan
+            shown: Sequence[str] = ("train/loss",), remember: Callable[[], Any] = lambda: None) -> None:
+        """Train to the end and write `model/`. remember: what the supply knows from earlier steps, as JSON; saved with
+        every checkpoint. Raises Stopped after SIGINT or SIGTERM, and when supply raises it, with everything saved."""
+        plan, self._remember = self.plan, remember
         with Log(self.folder, self.step) as book, _StopSignal() as stop:
             bar = Progress(plan.steps, self.step, self.folder.name)
             while self.step < plan.steps:
                 began = time.monotonic()
                 if self.teacher is not None and self.step in plan.refresh and not plan.shared:
                     self.teacher.load_state_dict(self.model.state_dict())
-                examples, found = supply(self.step)
+                try:
+                    examples, found = supply(self.step)
+                except Stopped:
+                    self._save()
+                    raise
                 supplied = time.monotonic()
                 found = {**found, **self._update(examples)}
                 self.step += 1
@@ -110,7 +117,7 @@ class Trainer:
         t = self.plan.train
         lr = learning_rate(self.step, self.plan.steps, t.lr, t.lr_min, t.warmup, t.lr_start)
         return train_step(self.model, self.teacher, examples, self.optimizer, lr=lr, token_budget=t.micro_batch_tokens,
-                          objective=self.plan.objective, distillation=self.plan.distillation,
+                          objective=self.plan.objective, distillation=self.plan.distillation, policy=self.plan.policy,
                           router_balance=t.router_balance, max_norm=t.clip, bf16=self.plan.bf16)
 
     def _save(self) -> None:
@@ -119,7 +126,8 @@ class Trainer:
             self.folder / "checkpoints", self.step,
             model=lambda path: hf.save(self.model, path, tokenizer_from=self.start),
             teacher=(lambda path: hf.save(teacher, path)) if teacher is not None else None,
-            optimizer=self.optimizer.state_dict(), position={"steps": self.plan.steps}, keep=self.plan.train.keep)
+            optimizer=self.optimizer.state_dict(), keep=self.plan.train.keep,
+            position={"steps": self.plan.steps, "memory": self._remember()})
 
 
 class _StopSignal:

@@ -85,6 +85,8 @@ class Turn:
     version: the policy version that sampled this turn.
     text, call, problem: the reply decoded; its tool call, or None and why it is malformed.
     observation: the tool's answer; None when the conversation ended with this turn (submit included).
+    replayed: sampled in an earlier attempt and executed again at the beginning of this one: context, never a target.
+    state: hash of the sandbox after the observation (`sandbox/repo.py`), where such a turn may be compared; else "".
     """
 
     context_ids: tuple[int, ...]
@@ -96,6 +98,8 @@ class Turn:
     call: ToolCall | None = None
     problem: str | None = None
     observation: Observation | None = None
+    replayed: bool = False
+    state: str = ""
 
 
 @dataclass(frozen=True)
@@ -198,8 +202,10 @@ class Example:
     """One unit of training: the row the student reads, and per loss name one weight for each scored token.
 
     weights: loss name -> float64 [N], N = len(row.targets). Names: `nll` (imitation), `kl` (distillation; needs
-    `teacher`), `pg` (policy gradient; a weight is an advantage). A loss the example does not take part in is absent.
-    branch: names the denominator the weights share (`success`, `failure`, or `sft`).
+    `teacher`), `pg` (policy gradient; a weight is an advantage, and needs `old_logprobs`). A loss the example does not
+    take part in is absent.
+    branch: names the denominator the weights share (`success`, `failure`, `policy`, or `sft`).
+    old_logprobs: float64 [N], log-probability of each scored token when it was sampled; None when not known.
     unit: trajectory the example belongs to (for per-trajectory averaging); source: where it came from, for messages.
     """
 
@@ -219,3 +225,5 @@ class Example:
         if "kl" in self.weights:
             if self.teacher is None or len(self.teacher.order) != n:
                 raise ValueError(f"{self.source}: a kl weight needs a teacher view that scores the same {n} tokens")
+        if "pg" in self.weights and (self.old_logprobs is None or len(self.old_logprobs) != n):
+            raise ValueError(f"{self.source}: a pg weight needs the {n} log-probabilities of its sampled tokens")

@@ -71,8 +71,8 @@ def test_a_branch_of_lambda_zero_has_no_trainable_token():
 def test_mistakes_are_named():
     with pytest.raises(ValueError, match="odd row: branch = 'odd'"):
         normalise([example([1], "odd")])
-    with pytest.raises(ValueError, match="success row: loss = 'pg'"):
-        normalise([example([1], name="pg")])
+    with pytest.raises(ValueError, match="success row: loss = 'odd'"):
+        normalise([example([1], name="odd")])
     with pytest.raises(ValueError, match="success row: a nll weight is not finite"):
         normalise([example([1, np.nan])])
     for bad in ({"aggregate": "rows"}, {"denominator": "both"}, {"lambda_success": -1.0}):

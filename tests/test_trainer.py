@@ -100,3 +100,28 @@ def test_sigterm_saves_at_the_step_boundary_and_resume_goes_on(start, tmp_path):
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     Trainer(plan(), tmp_path / "run", start, True).run(supply)
     assert curve(tmp_path / "run") == curve(tmp_path / "whole")
+
+
+def test_what_a_supply_remembers_comes_back_with_the_checkpoint_it_belongs_to(start, tmp_path):
+    seen = []
+
+    def counting(step):
+        seen.append(step)
+        return supply(step)
+
+    with pytest.raises(Killed):
+        Trainer(plan(), tmp_path / "run", start, False).run(counting, killed_at(4), remember=lambda: {"seen": list(seen)})
+    again = Trainer(plan(), tmp_path / "run", start, True)
+    assert again.memory == {"seen": list(range(again.step))}
+    assert Trainer(plan(), tmp_path / "new", start, False).memory is None
+
+
+def test_a_supply_that_stops_the_run_leaves_it_saved(start, tmp_path):
+    def stopping(step):
+        if step == 3:
+            raise Stopped("enough")
+        return supply(step)
+
+    with pytest.raises(Stopped, match="enough"):
+        Trainer(plan(), tmp_path / "run", start, False).run(stopping)
+    assert Trainer(plan(), tmp_path / "run", start, True).step == 3
