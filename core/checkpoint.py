@@ -81,17 +81,26 @@ def save(folder: Path, step: int, *, model: WriteWeights, optimizer: Mapping[str
 
 
 def newest(folder: Path) -> Path | None:
-    """The complete checkpoint of the highest step, or None. Incomplete ones are skipped, each with a log line."""
+    """The complete checkpoint of the highest step, or None where there is none at all. Incomplete ones are skipped, each
+    with a log line; ValueError when there is nothing else: what is left of them is not for us to throw away."""
+    problems = []
     for _, path in reversed(_found(folder)):
         problem = incomplete(path)
         if problem is None:
             return path
         log.warning("skipping checkpoint %s: %s", path, problem)
+        problems.append(f"{path.name}: {problem}")
+    if problems:
+        raise ValueError(f"{folder}: no checkpoint is complete ({'; '.join(problems)}); put back what is missing, or "
+                         "move the folder away to start from step 0")
     return None
 
 
 def load(path: Path) -> Checkpoint:
-    """Read one checkpoint. Nothing is restored: the caller builds the models, then calls `restore_random`."""
+    """Read one checkpoint. Nothing is restored: the caller builds the models, then calls `restore_random`.
+
+    Raises ValueError naming the file that is missing or damaged.
+    """
     problem = incomplete(path)
     if problem is not None:
         raise ValueError(f"checkpoint {path} is not complete: {problem}")
@@ -99,18 +108,36 @@ def load(path: Path) -> Checkpoint:
         step=int(NAME.fullmatch(path.name)[1]),
         model=path / "model",
         teacher=path / "teacher" if (path / "teacher").is_dir() else None,
-        optimizer=torch.load(path / "optimizer.pt", map_location="cpu", weights_only=True),
-        random=torch.load(path / "random.pt", weights_only=True),
-        position=json.loads((path / "position.json").read_text(encoding="utf-8")),
+        optimizer=_read(path / "optimizer.pt", _tensors),
+        random=_read(path / "random.pt", _tensors),
+        position=_read(path / "position.json", lambda file: json.loads(file.read_text(encoding="utf-8"))),
     )
+
+
+def _tensors(file: Path) -> Any:
+    return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def _read(file: Path, read: Callable[[Path], Any]) -> Mapping[str, Any]:
+    try:
+        found = read(file)
+        if not isinstance(found, dict):
+            raise ValueError(f"it holds a {type(found).__name__}")
+    except Exception as error:  # torch and pickle report damage with whatever they stumble over
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ValueError(f"{file} is damaged: {reason}; move {file.parent} away to go on from the checkpoint before "
+                         "it") from None
+    return found
 
 
 def incomplete(path: Path) -> str | None:
     """Why `path` is not a complete checkpoint, or None if it is."""
     try:
         sizes = json.loads((path / MARKER).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
+    except (OSError, ValueError):
         return f"no readable {MARKER} file (the writer was stopped)"
+    if not isinstance(sizes, dict) or not sizes:
+        return f"{MARKER} does not list files and their sizes"
     for name, size in sizes.items():
         file = path / name
         if not file.is_file():

@@ -65,9 +65,10 @@ class Trainer:
             raise ValueError(f"{folder} already holds a run; add --resume to go on with it, or choose another "
                              "run.folder")
         state = checkpoint.load(found) if found else None
-        if state and state.position["steps"] != plan.steps:
-            raise ValueError(f"{found} was made for {state.position['steps']} steps, the settings now give "
-                             f"{plan.steps}; resume with the settings it was started with")
+        if state and state.position.get("steps") != plan.steps:
+            raise ValueError(f"{found} was made for {state.position.get('steps')} steps, the settings now give "
+                             f"{plan.steps}; resume with the train.steps (or train.epochs, train.batch and rows) it was "
+                             "started with")
         self.model = hf.load(state.model if state else start)
         self.teacher: Model | None = None
         if plan.teacher:
@@ -78,8 +79,7 @@ class Trainer:
         self.memory: Any = state.position.get("memory") if state else None  # what `remember` gave when it was saved
         if state:
             self.step = state.step
-            self.optimizer.load_state_dict(state.optimizer)
-            checkpoint.restore_random(state.random)
+            self._restore(state, found)
             log.warning("resuming from %s", found)
 
     def run(self, supply: Supply, updated: Callable[[int], None] = lambda step: None,
@@ -112,6 +112,15 @@ class Trainer:
                     raise Stopped(f"stopped after step {self.step} of {plan.steps}, saved; --resume goes on")
             bar.close()
         hf.save_like(self.model, self.folder / "model", self.start, overwrite=True)
+
+    def _restore(self, state: checkpoint.Checkpoint, found: Path) -> None:
+        try:
+            self.optimizer.load_state_dict(state.optimizer)
+            checkpoint.restore_random(state.random)
+        except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as problem:
+            raise ValueError(f"{found}: optimizer.pt or random.pt does not hold what a checkpoint of this program does "
+                             f"({type(problem).__name__}: {problem}); move {found} away to go on from the checkpoint "
+                             "before it") from None
 
     def _update(self, examples: Sequence[Example]) -> dict[str, Metric]:
         t = self.plan.train

@@ -91,6 +91,9 @@ def test_an_incomplete_one_does_not_count_as_kept(tmp_path):
 @pytest.mark.parametrize("damage, reason", [
     (lambda p: (p / "COMPLETE").unlink(), "COMPLETE"),
     (lambda p: (p / "COMPLETE").write_text('{"model/'), "COMPLETE"),
+    (lambda p: (p / "COMPLETE").write_text("[]"), "COMPLETE does not list files"),
+    (lambda p: (p / "COMPLETE").write_text("{}"), "COMPLETE does not list files"),
+    (lambda p: (p / "COMPLETE").write_bytes(b"\xff{}"), "no readable COMPLETE"),
     (lambda p: (p / "model" / "part1.safetensors").unlink(), "model/part1.safetensors is missing"),
     (lambda p: (p / "optimizer.pt").write_bytes(b"cut"), "optimizer.pt has 3 bytes instead of"),
 ])
@@ -103,6 +106,25 @@ def test_a_damaged_one_is_skipped_with_the_reason_and_refused_when_asked_for(tmp
     assert "step_10" in caplog.text and reason in caplog.text
     with pytest.raises(ValueError, match=reason):
         load(bad)
+
+
+def test_when_every_one_is_damaged_nothing_starts_anew_and_nothing_is_thrown_away(tmp_path):
+    for step in (9, 10):
+        put(tmp_path, step)
+        (tmp_path / f"step_{step}" / "optimizer.pt").unlink()
+    with pytest.raises(ValueError, match="no checkpoint is complete .step_10: optimizer.pt is missing; step_9: .*move"):
+        newest(tmp_path)
+    assert names(tmp_path) == ["step_10", "step_9"] and (tmp_path / "step_9" / "model" / "part0.safetensors").is_file()
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "random.pt", "position.json"])
+@pytest.mark.parametrize("change", [lambda data: b"\0" * len(data), lambda data: data[: len(data) // 2] * 2])
+def test_a_file_of_the_right_size_with_other_bytes_is_named_with_the_remedy(tmp_path, name, change):
+    file = put(tmp_path, 3) / name
+    file.write_bytes(change(file.read_bytes()).ljust(file.stat().st_size)[: file.stat().st_size])
+    with pytest.raises(ValueError, match=f"{name} is damaged: .*move .*step_3 away") as problem:
+        load(tmp_path / "step_3")
+    assert "\n" not in str(problem.value)
 
 
 def in_child(function, *arguments):

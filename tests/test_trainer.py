@@ -87,8 +87,20 @@ def test_an_existing_run_is_never_overwritten_silently(start, tmp_path):
     Trainer(plan(), tmp_path / "run", start, False).run(supply)
     with pytest.raises(ValueError, match="already holds a run; add --resume"):
         Trainer(plan(), tmp_path / "run", start, False)
-    with pytest.raises(ValueError, match="made for 8 steps, the settings now give 9"):
+    with pytest.raises(ValueError, match="made for 8 steps, the settings now give 9; .*train.steps"):
         Trainer(plan(9), tmp_path / "run", start, True)
+
+
+def test_an_optimizer_state_of_another_form_is_one_line_with_the_remedy(start, tmp_path):
+    Trainer(plan(), tmp_path / "run", start, False).run(supply)
+    found = tmp_path / "run" / "checkpoints" / "step_8"
+    for wrong in ({}, {"state": 3, "masters": {}}, {"state": {"model.norm.weight": {}}, "masters": {}}):
+        torch.save(wrong, found / "optimizer.pt")
+        sizes = json.loads((found / "COMPLETE").read_text())
+        sizes["optimizer.pt"] = (found / "optimizer.pt").stat().st_size
+        (found / "COMPLETE").write_text(json.dumps(sizes))
+        with pytest.raises(ValueError, match="step_8: optimizer.pt or random.pt does not hold .*move .*step_8 away"):
+            Trainer(plan(), tmp_path / "run", start, True)
 
 
 def test_sigterm_saves_at_the_step_boundary_and_resume_goes_on(start, tmp_path):
