@@ -14,15 +14,18 @@ FILES = {"input": ("score", "annotate", "match-rules"),  # option of the command
          "output": ("score", "export", "annotate")}
 
 
+RESUMED = ("microswe", "pretrain", "coding-sft", "if-sft", "oprd", "all")  # stages that --resume means something to
+
+
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
 class Run(Section):
     folder: str = Field("runs/micro", description="where everything of this run is written")
     ready: str = Field("", description="stage all: folder of ready models of the first stages (base, coding-sft, ...)")
-    seed: int = Field(0, ge=0, description="seeds data order, initial weights, sampling and MicroSWE")
-    threads: int = Field(0, ge=0, description="CPU threads of torch; 0 leaves torch's choice")
+    seed: int = Field(0, ge=0, lt=2**32, description="seeds data order, initial weights, sampling and MicroSWE")
+    threads: int = Field(0, ge=0, le=4096, description="CPU threads of torch; 0 leaves torch's choice")
     precision: Literal["bf16", "fp32"] = Field("bf16", description="autocast type of training matrix products")
 
 
