@@ -22,6 +22,7 @@ from oprd.core.architecture import ModelConfig
 from oprd.core.cache import KVEntry, RecurrentEntry
 from oprd.kernels.attention import attend
 from oprd.kernels.delta_rule import gated_delta_rule
+from oprd.kernels.rms_norm import rms_norm
 from oprd.kernels.short_conv import short_conv
 
 
@@ -45,7 +46,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         scale = self.scale
-        return F.rms_norm(x.to(scale.dtype), scale.shape, scale, self.eps).to(x.dtype)
+        return rms_norm(x, scale, self.eps)
 
 
 @dataclass(frozen=True, eq=False)
