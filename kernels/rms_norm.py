@@ -27,7 +27,7 @@ class _RMSNorm(torch.autograd.Function):
         size = x.shape[-1]
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=scale.dtype)
         # hypot(|x|, sqrt(D eps)) = sqrt(sum x^2 + D eps)
-        inverse = length.hypot_(length.new_tensor((size * eps) ** 0.5)).reciprocal_().mul_(size**0.5)
+        inverse = size**0.5 / length.hypot_(length.new_tensor((size * eps) ** 0.5))
         ctx.save_for_backward(x, scale, inverse)
         return (x * inverse).mul_(scale).to(x.dtype)
 

@@ -52,7 +52,7 @@ def test_packed_logits_and_all_gradients_equal_those_of_transformers_on_each_seq
     exact, true = gradients(copy.deepcopy(ours).double(), ids, cu)
     logits, grads = gradients(ours, ids, cu)
     assert distance(logits, wanted) < 1e-4
-    seen = set()
+    compared = {}  # own name -> (transformers' gradient, ours, in float64)
     for stored, p in theirs.named_parameters():
         if p.grad is None:
             assert ".visual." in stored
@@ -60,11 +60,15 @@ def test_packed_logits_and_all_gradients_equal_those_of_transformers_on_each_seq
         for own, gradient, mine in pairs(text_name(stored), p.grad, grads, ours.config):
             reference = next(x for n, _, x in pairs(text_name(stored), p.grad, true, ours.config)
                              if n == own and x.shape == mine.shape)
-            # 1e-4, or where float32 itself is worse: what two computations as far from float64 as transformers' may differ
-            limit = max(1e-4, 3 * distance(gradient, reference))
-            assert distance(mine, gradient) < limit, (stored, distance(mine, gradient), limit)
-            seen.add(own)
-    assert seen == set(grads)
+            compared.setdefault(own, []).append((gradient, mine, reference))
+    assert set(compared) == set(grads)
+    # 1e-4, or where float32 itself is worse (decays): what two computations may differ by that are both as far from
+    # float64 as transformers' is at worst in parameters of this kind
+    kind = lambda own: own.rsplit(".", 2)[-2:]  # noqa: E731
+    for own, tensors in compared.items():
+        off = max(distance(g, r) for other in compared if kind(other) == kind(own) for g, _, r in compared[other])
+        for gradient, mine, _ in tensors:
+            assert distance(mine, gradient) < max(1e-4, 3 * off), (own, distance(mine, gradient), off)
     assert distance(logits, exact) < 1e-4
 
 
