@@ -10,11 +10,16 @@ from oprd.core.chat import Chat
 from oprd.core.types import Ending, Observation, Reminder, ToolCall, Trajectory, Turn
 from oprd.rollout.engine import Engine, Sampling
 from oprd.sandbox.box import Sandbox
+from oprd.sandbox.repo import state_of
 from oprd.sandbox.task import Task
 from oprd.sandbox.tools import SCHEMAS, call_tool
 
 Visible = tuple[ToolCall | None, Observation]
 Remind = Callable[[Task, Sequence[Visible], Sequence[Reminder]], Reminder | None]
+
+
+class Diverged(Exception):
+    """A replayed turn did not lead to what was recorded; the message says which and how."""
 
 
 @dataclass(frozen=True)
@@ -30,15 +35,19 @@ class AgentLimits:
     command_s: float  # one tool call
     tests_s: float = 120.0  # the hidden tests
     tools: bool = False  # whether the system message lists the tools' schemas
+    states: bool = False  # whether every turn records the sandbox's state, for a later replay to be compared with
 
 
 def converse(attempt_id: str, task: Task, engine: Engine, chat: Chat, box: Sandbox, limits: AgentLimits,
-             sampling: Sampling, seed: int, remind: Remind | None = None) -> tuple[Trajectory, tuple[Reminder, ...]]:
+             sampling: Sampling, seed: int, remind: Remind | None = None,
+             prefix: Sequence[Turn] = ()) -> tuple[Trajectory, tuple[Reminder, ...]]:
     """Let the model work on `task` in `box` until it submits or a limit ends it.
 
     `remind` (run-time use only) sees what is visible after each observation and may give a reminder that only the
-    next turn reads; the time it takes does not count towards `attempt_s`. Returns the trajectory and the reminders
-    that were shown. Raises Broke when the machine fails.
+    next turn reads; the time it takes does not count towards `attempt_s`. prefix: turns of an earlier attempt that this
+    one begins with: not sampled but executed again, each compared with what was recorded; their time does not count
+    either. Returns the trajectory and the reminders that were shown. Raises Broke when the machine fails, Diverged when
+    a replayed turn leads elsewhere.
     """
     deadline = time.monotonic() + limits.attempt_s
     turns: list[Turn] = []
@@ -50,7 +59,15 @@ def converse(attempt_id: str, task: Task, engine: Engine, chat: Chat, box: Sandb
     malformed = 0
     ending = Ending.TURN_LIMIT
     try:
-        for k in range(limits.max_turns):
+        for k, recorded in enumerate(prefix):
+            turn = _replay(box, recorded, pending, limits, k)
+            turns.append(turn)
+            visible.append((turn.call, turn.observation))
+            malformed = malformed + 1 if turn.call is None else 0
+            history += [*pending, *chat.generation_ids, *turn.sampled_ids]
+            pending = chat.tool_results([turn.observation.output], ended=turn.sampled_ids[-1] == chat.end_id)
+        deadline = time.monotonic() + limits.attempt_s if prefix else deadline
+        for k in range(len(prefix), limits.max_turns):
             reminder_ids = chat.reminder(reminder.text) if reminder else ()
             taken = len(history) + len(pending) + len(reminder_ids) + len(chat.generation_ids)
             room = limits.max_context_tokens - taken
@@ -74,7 +91,7 @@ def converse(attempt_id: str, task: Task, engine: Engine, chat: Chat, box: Sandb
                 turns.append(turn)
                 ending = Ending.SUBMITTED if ends else Ending.MALFORMED
                 break
-            turns.append(replace(turn, observation=observation))
+            turns.append(replace(turn, observation=observation, state=state_of(box) if limits.states else ""))
             visible.append((turn.call, observation))
             pending = chat.tool_results([observation.output], ended=done.ids[-1] == chat.end_id)
             asked = time.monotonic()
@@ -84,6 +101,21 @@ def converse(attempt_id: str, task: Task, engine: Engine, chat: Chat, box: Sandb
     finally:
         engine.forget(attempt_id)
     return Trajectory(attempt_id, task.instance_id, tuple(turns), chat.generation_ids, ending), tuple(given)
+
+
+def _replay(box: Sandbox, recorded: Turn, pending: Sequence[int], limits: AgentLimits, k: int) -> Turn:
+    """Execute a recorded turn again, in the box as it stands now."""
+    if recorded.reminder_ids or recorded.observation is None:
+        raise ValueError(f"turn {k} cannot be replayed: it was sampled under a reminder, or ended its attempt")
+    if tuple(pending) != recorded.context_ids:
+        raise Diverged(f"turn {k} is asked in another context than was recorded")
+    observation, _ = _act(box, recorded, limits, time.monotonic() + limits.attempt_s)
+    if observation != recorded.observation:
+        raise Diverged(f"turn {k} was answered otherwise than was recorded")
+    state = state_of(box) if limits.states else ""
+    if recorded.state and state != recorded.state:
+        raise Diverged(f"turn {k} left the sandbox in another state than was recorded")
+    return replace(recorded, replayed=True)
 
 
 def _problem(reply) -> str | None:

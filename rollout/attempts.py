@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Callable, Sequence
 
 from oprd.core.chat import Chat
-from oprd.core.types import Reminder, Trajectory
-from oprd.rollout.agent import AgentLimits, Remind, converse
+from oprd.core.types import Reminder, Trajectory, Turn
+from oprd.rollout.agent import AgentLimits, Diverged, Remind, converse
 from oprd.rollout.engine import Engine, Sampling
 from oprd.sandbox.box import Broke, Sandbox
 from oprd.sandbox.repo import extract_patch
@@ -26,18 +26,25 @@ OpenBox = Callable[[Task], AbstractContextManager[Sandbox]]
 
 @dataclass(frozen=True)
 class Attempt:
-    """One try at a task. `id` is unique in the run and names the conversation; `seed` decides its samples."""
+    """One try at a task. `id` is unique in the run and names the conversation; `seed` decides its samples.
+
+    group: attempts that are compared with each other (the same task and beginning); origin: why it was asked for
+    (`task`, or what `rollout/prefix.py` adds); prefix: turns of an earlier attempt that it begins with.
+    """
 
     id: str
     task: Task
     seed: int
+    group: str = ""
+    origin: str = "task"
+    prefix: tuple[Turn, ...] = ()
 
 
 @dataclass(frozen=True)
 class Outcome:
     """How an attempt went. `trouble` is None when it was judged: then trajectory and verdict are there. Else it names
     why it was not (`infra_sandbox`, `infra_verifier`: the machine failed; `invalid_verdict`: the grading cannot be
-    trusted), and the attempt must not train."""
+    trusted; `replay_diverged`: its prefix led elsewhere), and the attempt must not train."""
 
     attempt: Attempt
     trajectory: Trajectory | None = None
@@ -111,10 +118,12 @@ class Attempts:
             try:
                 with self.open_box(attempt.task) as box:
                     trajectory, given = converse(attempt.id, attempt.task, self.engine, self.chat, box, self.limits,
-                                                 self.sampling, attempt.seed, remind)
+                                                 self.sampling, attempt.seed, remind, attempt.prefix)
                     return Outcome(attempt, trajectory, given, extract_patch(box))
             except Broke:
                 continue
+            except Diverged:
+                return Outcome(attempt, trouble="replay_diverged")
         return Outcome(attempt, trouble="infra_sandbox")
 
     def _grade(self, outcome: Outcome) -> Outcome:

@@ -3,7 +3,8 @@
 The student reads the plain conversation: one row, every sampled token scored. The teacher scores the same sampled
 tokens in other contexts: the Global Reminder stands after the task in every view, a Turn-local Reminder is seen by
 exactly one turn. So the teacher's view is a trunk (the conversation without local reminders) and one branch per
-reminded turn (the trunk up to the observation that fired it, the reminder, that turn):
+reminded turn (the trunk up to the observation that fired it, the reminder, that turn). A replayed turn is context in
+every view, and nobody's target:
 
     trunk   task G  a0  o0  a1  o1  a2  o2 ...        scores every turn that has no local reminder
     branch  task G  a0  o0  a1  o1  R1  a2            scores a2 alone
@@ -22,7 +23,7 @@ Encode = Callable[[str], Ids]  # a reminder's text -> the ids of its whole messa
 
 
 def student_row(trajectory: Trajectory) -> Row:
-    """The reminder-free conversation with every sampled token scored.
+    """The reminder-free conversation with every sampled token scored, those of replayed turns apart.
 
     Raises ValueError when a turn was sampled under a one-turn reminder: such a trajectory has no single row (its
     later turns did not see the reminder), see `rows_of`.
@@ -36,7 +37,7 @@ def student_row(trajectory: Trajectory) -> Row:
 
 def rows_of(trajectory: Trajectory) -> tuple[Row, ...]:
     """The rows under which the trajectory was really sampled: the trunk, and one branch per turn that saw a
-    one-turn reminder. Every sampled token is scored in exactly one row."""
+    one-turn reminder. Every sampled token is scored in exactly one row (of replayed turns: in none)."""
     return _read(trajectory, (), {k: t.reminder_ids for k, t in enumerate(trajectory.turns) if t.reminder_ids}).rows
 
 
@@ -44,7 +45,7 @@ def student_example(trajectory: Trajectory, losses: Mapping[str, float], branch:
                     teacher: View | None = None, source: str = "") -> Example:
     """The student's row with one constant weight per loss name (e.g. {"nll": 1.0}) and the recorded log-probs."""
     row = student_row(trajectory)
-    logprobs = [x for turn in trajectory.turns for x in turn.logprobs]
+    logprobs = [x for turn in trajectory.turns if not turn.replayed for x in turn.logprobs]
     return Example(row, {name: np.full(len(row.targets), float(weight)) for name, weight in losses.items()}, branch,
                    teacher, trajectory.attempt_id, source or trajectory.attempt_id,
                    np.asarray(logprobs, np.float64) if len(logprobs) == len(row.targets) else None)
@@ -74,7 +75,8 @@ def teacher_view_slow(trajectory: Trajectory, encode: Encode, global_reminder: R
         for i, earlier in enumerate(trajectory.turns[:k]):
             ids += [*earlier.context_ids, *(head if i == 0 else ()), *trajectory.generation_ids, *earlier.sampled_ids]
         ids += [*turn.context_ids, *(head if k == 0 else ()), *by_turn.get(k, ()), *trajectory.generation_ids]
-        rows.append(_row(ids + list(turn.sampled_ids), range(len(ids), len(ids) + len(turn.sampled_ids))))
+        if not turn.replayed:
+            rows.append(_row(ids + list(turn.sampled_ids), range(len(ids), len(ids) + len(turn.sampled_ids))))
     return View(tuple(rows), np.arange(sum(len(r.targets) for r in rows)))
 
 
@@ -96,13 +98,13 @@ def _read(trajectory: Trajectory, head: Ids, by_turn: Mapping[int, Ids]) -> View
     place: list[tuple[int, int, int]] = []  # per turn: row, first target inside that row, count
     for k, turn in enumerate(trajectory.turns):
         trunk += [*turn.context_ids, *(head if k == 0 else ())]
-        n = len(turn.sampled_ids)
-        if k in by_turn:
+        n = 0 if turn.replayed else len(turn.sampled_ids)
+        if k in by_turn and n:
             before = [*trunk, *by_turn[k], *trajectory.generation_ids]
             branches.append(_row(before + list(turn.sampled_ids), range(len(before), len(before) + n)))
             place.append((len(branches), 0, n))
         trunk += trajectory.generation_ids
-        if k not in by_turn:
+        if k not in by_turn and n:
             place.append((0, len(trunk_targets), n))
             trunk_targets += range(len(trunk), len(trunk) + n)
         trunk += turn.sampled_ids

@@ -36,6 +36,10 @@ git add -A -f -- . ':(exclude,glob)**/__pycache__/**' ':(exclude,glob)**/.pytest
 git diff --cached --binary --full-index --no-renames --no-ext-diff --no-textconv --no-color \\
     --src-prefix=a/ --dst-prefix=b/ {commit} --"""
 
+# The whole work tree, ignored files and caches' folders too, in an index of its own; nested .git folders count as links.
+STATE = """export GIT_DIR="$PRIVATE/git" GIT_WORK_TREE=. GIT_INDEX_FILE="$PRIVATE/git/state" &&
+git add -A -f -- . ':(exclude,glob)**/__pycache__/**' ':(exclude,glob)**/.pytest_cache/**' && git write-tree && pwd"""
+
 APPLY = """export GIT_CEILING_DIRECTORIES="$(dirname "$PWD")" GIT_DIR="$PRIVATE/none"
 git apply --whitespace=nowarn {options} "$PRIVATE/{name}" """
 
@@ -81,6 +85,18 @@ def extract_patch(box) -> bytes:
     if code:
         raise Broke(f"git cannot make the patch: {_text(err)}")
     return out
+
+
+def state_of(box) -> str:
+    """What a later command would find: the id of the work tree (git's hash of every path, mode and byte, caches of
+    Python apart) and the working directory relative to the root, which no command can leave changed. Raises Broke."""
+    assert box.base, "prepare() comes first"
+    box.put(box.base.private, private=True)
+    code, out, err = box.trusted(STATE)
+    if code:
+        raise Broke(f"git cannot hash the work tree: {_text(err)}")
+    tree, _, folder = out.decode("utf-8", "surrogateescape").strip().partition("\n")
+    return f"{tree} {folder.rsplit('/', 1)[-1]}"
 
 
 def apply_patch(box, patch: bytes, leave_out: tuple[str, ...] = ()) -> str:
