@@ -1,11 +1,11 @@
 """Attempts on the disk, one JSON line each: what people read, and what `--stage annotate` reads back.
 
-    {"id", "task_id", "statement", "ending", "resolved", "trouble", "fate", "turns": [...], "given": [...],
-     "local": [...], "global": {...} or null, "patch"}
+    {"id", "group", "origin", "task_id", "statement", "ending", "resolved", "trouble", "fate", "reward", "turns": [...],
+     "given": [...], "local": [...], "global": {...} or null, "patch"}
 
 A turn is {"context": text before it, "reminder": text that it alone saw, "reply": what was sampled, "call", "problem",
-"observation": {"output", "exit_code", "is_error"}}. Reminders are {"category", "class", "text", "evidence", "turn",
-"confidence"}: `given` were inserted while the agent ran, `local` and `global` are the teacher's. With ids also
+"observation": {"output", "exit_code", "is_error"}, "replayed"}. Reminders are {"category", "class", "text", "evidence",
+"turn", "confidence"}: `given` were inserted while the agent ran, `local` and `global` are the teacher's. With ids also
 "context_ids", "sampled_ids", "logprobs" and "version" of every turn.
 """
 
@@ -28,10 +28,11 @@ def record(outcome: Outcome, chat: Chat, lesson: Lesson | None = None, ids: bool
     task, trajectory, verdict = outcome.attempt.task, outcome.trajectory, outcome.verdict
     reminders = lesson.reminders if lesson else None
     return {
-        "id": outcome.attempt.id, "task_id": task.instance_id, "statement": task.problem_statement,
+        "id": outcome.attempt.id, "group": outcome.attempt.group, "origin": outcome.attempt.origin,
+        "task_id": task.instance_id, "statement": task.problem_statement,
         "ending": trajectory.ending.value if trajectory else None,
         "resolved": verdict.resolved if verdict and not outcome.trouble else None, "trouble": outcome.trouble,
-        "fate": lesson.fate if lesson else None,
+        "fate": lesson.fate if lesson else None, "reward": lesson.reward if lesson else None,
         "turns": [_turn(turn, chat, ids) for turn in trajectory.turns] if trajectory else [],
         "given": [_reminder(r) for r in outcome.given],
         "local": [_reminder(r) for r in reminders.local.values()] if reminders else [],
@@ -72,6 +73,7 @@ def _turn(turn: Turn, chat: Chat, ids: bool) -> dict[str, Any]:
         "context": text(turn.context_ids), "reminder": text(turn.reminder_ids) or None, "reply": turn.text,
         "call": {"name": turn.call.name, "arguments": dict(turn.call.arguments)} if turn.call else None,
         "problem": turn.problem, "observation": asdict(seen) if seen else None,
+        "replayed": turn.replayed,
     }
     if ids:
         made |= {"context_ids": list(turn.context_ids), "sampled_ids": list(turn.sampled_ids),
@@ -89,6 +91,7 @@ def _trajectory(row: Mapping[str, Any]) -> Trajectory:
     turns = tuple(
         Turn((), (), text=t["reply"], problem=t["problem"],
              call=ToolCall(t["call"]["name"], t["call"]["arguments"]) if t["call"] else None,
-             observation=Observation(**t["observation"]) if t["observation"] else None)
+             observation=Observation(**t["observation"]) if t["observation"] else None,
+             replayed=t.get("replayed", False))
         for t in row["turns"])
     return Trajectory(row["id"], row["task_id"], turns, (), Ending(row["ending"]))

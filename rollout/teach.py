@@ -24,11 +24,13 @@ class Reminded:
 @dataclass(frozen=True)
 class Lesson:
     """What one attempt teaches. fate is `trained_success`, `trained_failure` or `dropped_<why>`; exactly the trained
-    ones have an example. reminders: what was found for an attempt to be distilled, dropped or not; else None."""
+    ones have an example. reminders: what was found for an attempt to be distilled, dropped or not; else None. reward:
+    what a judge of attempts gave, where one was asked."""
 
     fate: str
     example: Example | None = None
     reminders: Reminded | None = None
+    reward: float | None = None
 
 
 class OutcomeRouting:
@@ -49,7 +51,7 @@ class OutcomeRouting:
         if outcome.trouble:
             return Lesson(f"dropped_{outcome.trouble}")
         trajectory, source = outcome.trajectory, outcome.attempt.id
-        if not trajectory.turns:
+        if all(turn.replayed for turn in trajectory.turns):
             return Lesson("dropped_no_turn")
         if outcome.verdict.resolved and self.routing:
             return Lesson("trained_success", student_example(trajectory, {"nll": 1.0}, "success", source=source))

@@ -11,7 +11,7 @@ from test_agent import CHAT, LIMITS, SAMPLING, Engine, call
 from test_views import GLOBAL, contexts, encode, local, trajectory
 
 from oprd.core.batch import collate
-from oprd.core.types import Example, Observation
+from oprd.core.types import Observation
 from oprd.rollout.agent import Diverged, converse
 from oprd.rollout.attempts import Attempt, Attempts
 from oprd.rollout.expert import mistake, solution
