@@ -41,6 +41,10 @@ class Scored:
     weights: Tensor
     sampled: Tensor
 
+    def only(self, which: Tensor | slice) -> "Scored":
+        """Some of them."""
+        return Scored(self.index[which], self.targets[which], self.weights[which], self.sampled[which])
+
     def to(self, device) -> "Scored":
         return Scored(*(x.to(device) for x in (self.index, self.targets, self.weights, self.sampled)))
 
@@ -79,6 +83,15 @@ class Batch:
         if self.teacher is None:
             return Batch(self.student.to(device), scored)
         return Batch(self.student.to(device), scored, self.teacher.to(device), self.teacher_index.to(device))
+
+
+IDLE = Batch(Packed(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64),
+                    torch.tensor([0, 1], dtype=torch.int32)), {})  # of a rank that has nothing to read in a round
+
+
+def teacher_levels(examples: Sequence[Example]) -> int:
+    """How many forwards the teacher makes for these examples: the depth of its forest."""
+    return max((piece.depth + 1 for e in examples if _distils(e) for piece in e.teacher.pieces), default=0)
 
 
 def trainable_tokens(example: Example) -> int:

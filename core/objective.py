@@ -32,13 +32,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from oprd.core.batch import Batch, Forest, Scored, counted_tokens
+from oprd.core.batch import IDLE, Batch, Forest, Scored, counted_tokens
 from oprd.core.metrics import Max, Mean, Metric, Min, Sum
 from oprd.core.moe import balance_loss
 from oprd.core.types import Example
-from oprd.kernels.cross_entropy import compute_dtype, token_nll
+from oprd.kernels.cross_entropy import compute_dtype
 from oprd.kernels.policy_gradient import RATIOS, RatioStats, policy_gradient
-from oprd.kernels.topk_kl import SupportStats, topk_kl
+from oprd.kernels.topk_kl import SupportStats
+from oprd.parallel.layers import Head
+from oprd.parallel.mesh import Mesh
+from oprd.parallel.sequence import joined_index, move_rows, scored_rows
+from oprd.parallel.vocabulary import split_token_nll, split_topk_kl
 
 AGGREGATES = ("token", "trajectory", "constant")
 DENOMINATORS = ("separate", "joint")
@@ -126,56 +130,79 @@ def normalise(examples: Sequence[Example], objective: Objective = Objective()) -
 
 
 def batch_loss(model, teacher, batch: Batch, distillation: Distillation, balance: float = 0.0,
-               policy: PolicyGradient = PolicyGradient()) -> tuple[Tensor, dict[str, Metric]]:
+               policy: PolicyGradient = PolicyGradient(), mesh: Mesh = Mesh(),
+               levels: int = 0) -> tuple[Tensor, dict[str, Metric]]:
     """One micro-batch's part of the step's loss (a scalar with a graph), and its metrics.
 
-    model, teacher: `hidden(ids [T], cu_seqlens, positions, caches, routers) -> [T, D]`, `head_weight` [V, D],
-    `new_cache()`. The teacher is only read where something is distilled, without gradient; it may be the model itself. Heads run on the
-    scored tokens alone. balance: weight of one student row's load-balancing loss (core/moe.py), where there are
-    mixtures: it is computed row by row, so that it does not depend on which rows share a micro-batch.
+    model, teacher: `hidden(ids [T], cu_seqlens, positions, caches, routers) -> [T, D]`, `head` (parallel/layers.py),
+    `new_cache()`. The teacher is only read where something is distilled, without gradient; it may be the model itself.
+    Heads run on the scored tokens alone. balance: weight of one student row's load-balancing loss (core/moe.py), where
+    there are mixtures: it is computed row by row, so that it does not depend on which rows share a micro-batch.
+
+    On a mesh loss and metrics are this rank's part: tokens are scored by the cp rank that has them, and what its tp
+    ranks all know is told by the first. levels: forwards the teacher makes at least, as other ranks have so many.
     """
-    assert batch.scored, "a micro-batch without a scored token must not reach the model"
     student = batch.student
     routers: list[Tensor] | None = [] if balance else None
     hidden = model.hidden(student.ids, student.cu_seqlens, student.positions, routers=routers)
     total = hidden.new_zeros((), dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32)
     metrics: dict[str, Metric] = {}
     for name, scored in batch.scored.items():
-        states = hidden.index_select(0, scored.index)
+        index = scored.index
+        states, here = scored_rows(hidden, index, mesh)
+        scored = scored.only(here)  # by this rank
         if name == "nll":
-            values = token_nll(states, model.head_weight, scored.targets)
+            values = split_token_nll(states, model.head, scored.targets)
             metrics["train/nll"] = Mean(*_total(values))
         elif name == "pg":
-            values, found = _reinforce(states, model.head_weight, scored, policy)
+            values, found = _reinforce(states, model.head, scored, policy)
             metrics |= _policy_metrics(found)
         else:
-            values, stats = _distil(states, model, teacher, batch, distillation)
+            values, stats = _distil(states, len(hidden), index, model, teacher, batch, distillation, mesh)
             metrics |= _distillation_metrics(values, stats)
         assert values.shape == scored.weights.shape
         part = (values * scored.weights.to(values.dtype)).sum()
         metrics[f"train/loss_{name}"] = Sum(part.item())
         total = total + part
-    if routers:
-        rows = balance_loss(routers, student.cu_seqlens, model.config.num_experts_per_tok)
-        metrics["train/router_balance"] = Mean(*_total(rows))
-        total = total + balance * rows.sum()
+    _read_along(teacher, levels - (len(batch.teacher.levels) if batch.teacher else 0))
     metrics["train/loss"] = Sum(sum(metrics[f"train/loss_{name}"].total for name in batch.scored))
+    if mesh.tp.rank:
+        metrics.clear()
+    if routers:
+        rows = balance_loss(routers, student.cu_seqlens, model.config.num_experts_per_tok, mesh.sequence)
+        if mesh.sequence.rank == 0 and batch.scored:
+            metrics["train/router_balance"] = Mean(*_total(rows))
+        total = total + (balance if batch.scored else 0.0) * rows.sum()
+    if not batch.scored:  # no number, but a graph: other ranks' backward passes need this one's
+        total = total + hidden[:0].sum()
     return total, metrics
 
 
-def _distil(states, model, teacher, batch, settings: Distillation) -> tuple[Tensor, SupportStats]:
+def _distil(states, tokens: int, index: Tensor, model, teacher, batch, settings: Distillation,
+            mesh: Mesh) -> tuple[Tensor, SupportStats]:
+    """index: where the student's tokens are; tokens: how many of the micro-batch's each rank has."""
     if teacher is None:
         raise ValueError("a row asks for distillation (weights named kl) but there is no teacher")
     with torch.no_grad():
-        seen = read_forest(teacher, batch.teacher).index_select(0, batch.teacher_index)
-    return topk_kl(states, model.head_weight, seen, teacher.head_weight, settings.k, settings.temperature,
-                   settings.direction, settings.support)
+        lengths = [len(level.ids) for level in batch.teacher.levels]
+        where = joined_index(batch.teacher_index, lengths, mesh.sequence)
+        seen = move_rows(read_forest(teacher, batch.teacher), where, index, tokens, mesh)
+    return split_topk_kl(states, model.head, seen, teacher.head, settings.k, settings.temperature,
+                         settings.direction, settings.support)
 
 
-def _reinforce(states, head_weight, scored: Scored, settings: PolicyGradient) -> tuple[Tensor, RatioStats]:
+@torch.no_grad()
+def _read_along(teacher, forwards: int) -> None:
+    """Take part in forwards of the teacher that other ranks need and this one has no token for."""
+    idle = IDLE.to(teacher.mesh.device).student if forwards > 0 else None
+    for _ in range(forwards):
+        teacher.hidden(idle.ids, idle.cu_seqlens, idle.positions)
+
+
+def _reinforce(states, head: Head, scored: Scored, settings: PolicyGradient) -> tuple[Tensor, RatioStats]:
     if settings.temperature != 1.0:
         states = states.to(compute_dtype(states)) / settings.temperature
-    logprobs = -token_nll(states, head_weight, scored.targets)
+    logprobs = -split_token_nll(states, head, scored.targets)
     return policy_gradient(logprobs, scored.sampled, scored.weights, settings.clip_low, settings.clip_high, settings.cap,
                            settings.ratio)
 
@@ -195,6 +222,8 @@ def read_forest(model, forest: Forest) -> Tensor:
 
 
 def _distillation_metrics(values: Tensor, stats: SupportStats) -> dict[str, Metric]:
+    if not len(values):
+        return {}
     found: dict[str, Metric] = {"distillation/kl": Mean(*_total(values))}
     found["distillation/kl_max"] = Max(values.max().item())
     for name, x in stats._asdict().items():
@@ -205,6 +234,8 @@ def _distillation_metrics(values: Tensor, stats: SupportStats) -> dict[str, Metr
 
 
 def _policy_metrics(stats: RatioStats) -> dict[str, Metric]:
+    if not len(stats.ratio):
+        return {}
     return {"policy/ratio": Mean(*_total(stats.ratio)), "policy/ratio_max": Max(stats.ratio.max().item()),
             "policy/clipped": Mean(*_total(stats.clipped)), "policy/kl_to_sampled": Mean(*_total(stats.kl))}
 

@@ -8,7 +8,7 @@ from typing import Any, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-LOW_PRECISION = (torch.bfloat16, torch.float16)
+from oprd.parallel.reducer import LOW_PRECISION, Reducer
 
 
 def learning_rate(step: int, total: int, peak: float, minimum: float = 0.0, warmup_ratio: float = 0.0,
@@ -38,13 +38,13 @@ def global_norm(parameters: Iterable[Tensor]) -> float:
     return torch.linalg.vector_norm(torch.stack(norms)).item() if norms else 0.0
 
 
-def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> float:
+def clip_gradients(parameters: Iterable[Tensor], max_norm: float, norm: float | None = None) -> float:
     """Scale all gradients so that their global norm is at most `max_norm`; returns the norm before that.
 
-    `max_norm = inf` measures and leaves them alone.
+    `max_norm = inf` measures and leaves them alone. norm: the global norm, where these are not all gradients.
     """
     parameters = list(parameters)
-    norm = global_norm(parameters)
+    norm = global_norm(parameters) if norm is None else norm
     if math.isfinite(norm) and norm > max_norm:
         for p in parameters:
             if p.grad is not None:
@@ -57,12 +57,23 @@ class AdamW:
 
     bf16 and fp16 parameters get an fp32 master, which takes the update and is rounded back into them; others are
     their own master. Build it AFTER the weights are loaded: the masters are made here, from the parameters.
+
+    With a reducer the gradients come from it, and only the rows that it says are this rank's have a master and moments
+    here (on `offload`, if given: "cpu"); a step then ends with every rank's rows in every rank's parameters.
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], betas: tuple[float, float] = (0.9, 0.95),
-                 eps: float = 1e-8, weight_decay: float = 0.0):
+                 eps: float = 1e-8, weight_decay: float = 0.0, reducer: Reducer | None = None,
+                 offload: str | None = None):
         self.parameters = {name: p for name, p in named_parameters if p.requires_grad}
-        self._masters = {n: p.detach().float() if p.dtype in LOW_PRECISION else p for n, p in self.parameters.items()}
+        self.reducer = reducer
+        if reducer is None:
+            self._masters = {n: p.detach().float() if p.dtype in LOW_PRECISION else p
+                             for n, p in self.parameters.items()}
+        else:
+            own = {n: p.detach()[slice(*reducer.rows(n))] for n, p in self.parameters.items()}
+            self._masters = {n: torch.empty_like(p, dtype=_at_least_fp32(p), device=offload).copy_(p)
+                             for n, p in own.items() if len(p)}
         decayed = [m for m in self._masters.values() if m.ndim >= 2]
         plain = [m for m in self._masters.values() if m.ndim < 2]
         groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
@@ -70,14 +81,43 @@ class AdamW:
         self._adam = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
 
     def zero_grad(self) -> None:
-        for p in self.parameters.values():
+        for p in [*self.parameters.values(), *self._masters.values()]:
             p.grad = None
+        if self.reducer is not None:
+            self.reducer.clear()
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Add the gradient of one micro-batch's loss. last: the step's last one."""
+        if self.reducer is None:
+            loss.backward()
+            return
+        self.reducer.begin(last)
+        loss.backward()
+        self.reducer.end()
+
+    def not_finite(self) -> list[str]:
+        """Names of the parameters whose gradient here has a number that is not finite."""
+        holders = self.parameters if self.reducer is None else self._masters
+        return [n for n, p in holders.items() if p.grad is not None and not torch.isfinite(p.grad).all()]
+
+    def clip(self, max_norm: float) -> float:
+        """clip_gradients over everything that is trained, on whatever ranks; each number counts once."""
+        if self.reducer is None:
+            return clip_gradients(self.parameters.values(), max_norm)
+        gradients = self.reducer.gradients()
+        for name, g in gradients.items():
+            self._masters[name].grad = g.to(self._masters[name].device)
+        return clip_gradients(self._masters.values(), max_norm, self.reducer.norm(gradients))
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """One update at this learning rate, from the parameters' gradients; a parameter without one stays."""
+        """One update at this learning rate, from the gradients that clip() left; a parameter without one stays."""
         for group in self._adam.param_groups:
             group["lr"] = lr
+        if self.reducer is not None:
+            self._adam.step()
+            self.reducer.publish(self._masters)
+            return
         low = [(p, self._masters[n]) for n, p in self.parameters.items() if p.dtype in LOW_PRECISION]
         for p, master in low:
             master.grad = None if p.grad is None else p.grad.float()

@@ -9,11 +9,13 @@ from typing import Sequence
 
 import torch
 
-from oprd.core.batch import collate, pack, tokens_read, trainable_tokens
+from oprd.core.batch import IDLE, collate, pack, teacher_levels, tokens_read, trainable_tokens
 from oprd.core.metrics import Last, Metric, Sum, merge
 from oprd.core.objective import Distillation, Objective, PolicyGradient, batch_loss, normalise
-from oprd.core.optim import AdamW, clip_gradients
+from oprd.core.optim import AdamW
 from oprd.core.types import Example
+from oprd.parallel.collectives import all_objects
+from oprd.parallel.mesh import Mesh
 
 log = logging.getLogger("oprd.step")
 
@@ -21,8 +23,8 @@ log = logging.getLogger("oprd.step")
 def train_step(model, teacher, examples: Sequence[Example], optimizer: AdamW, *, lr: float, token_budget: int,
                objective: Objective = Objective(), distillation: Distillation = Distillation(),
                policy: PolicyGradient = PolicyGradient(), router_balance: float = 0.0, max_norm: float = math.inf,
-               bf16: bool = False, device="cpu") -> dict[str, Metric]:
-    """Train once on all `examples` (one optimizer step's worth) and return the step's metrics.
+               bf16: bool = False, mesh: Mesh = Mesh()) -> dict[str, Metric]:
+    """Train once on all `examples` (one optimizer step's worth, the same on every rank) and return its metrics.
 
     Weights are normalised over the whole step, then the examples are packed into micro-batches of at most
     `token_budget` tokens; the split changes neither loss nor gradient. bf16: run the models under autocast (heads and
@@ -47,13 +49,20 @@ def train_step(model, teacher, examples: Sequence[Example], optimizer: AdamW, *,
     metrics["train/teacher_tokens"] = Sum(sum(teacher for _, teacher in read))
     optimizer.zero_grad()
     parts = pack(useful, token_budget)
-    for part in parts:
-        batch = collate(part).to(device)
-        with torch.autocast(torch.device(device).type, dtype=torch.bfloat16) if bf16 else nullcontext():
-            loss, found = batch_loss(model, teacher, batch, distillation, router_balance / len(useful), policy)
-        loss.backward()
+    seen: dict[str, Metric] = {}
+    # every rank packs alike, so all know how many rounds there are and who has no micro-batch in the last one
+    rounds = [parts[i : i + mesh.dp.size] for i in range(0, len(parts), mesh.dp.size)]
+    for number, here in enumerate(rounds, start=1):
+        batch = (collate(here[mesh.dp.rank]) if mesh.dp.rank < len(here) else IDLE).to(mesh.device)
+        levels = max(teacher_levels(part) for part in here)
+        with torch.autocast(mesh.device.type, dtype=torch.bfloat16) if bf16 else nullcontext():
+            loss, found = batch_loss(model, teacher, batch, distillation, router_balance / len(useful), policy, mesh,
+                                     levels)
+        optimizer.backward(loss, last=number == len(rounds))
+        seen = merge(seen, found)
+    for found in all_objects(seen, mesh.world):
         metrics = merge(metrics, found)
-    norm = clip_gradients(optimizer.parameters.values(), max_norm)
+    norm = optimizer.clip(max_norm)
     if not math.isfinite(norm):
         _refuse(optimizer, metrics["train/loss"].value())
     optimizer.step(lr)
@@ -65,8 +74,8 @@ def train_step(model, teacher, examples: Sequence[Example], optimizer: AdamW, *,
 
 def _refuse(optimizer: AdamW, loss: float) -> None:
     """Name the parameters whose gradient is not finite; the weights have not been touched."""
-    bad = [n for n, p in optimizer.parameters.items() if p.grad is not None and not torch.isfinite(p.grad).all()]
-    where = f"{bad[0]} and {len(bad) - 1} more" if bad else "the global norm (each gradient is finite)"
+    bad = optimizer.not_finite()
+    where = f"{bad[0]} and {len(bad) - 1} more" if bad else "the global norm (each gradient here is finite)"
     optimizer.zero_grad()
     raise FloatingPointError(f"gradient of {where} is not finite (loss = {loss}); the step was not taken: lower the "
                              "learning rate or look at this step's examples")

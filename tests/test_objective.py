@@ -8,6 +8,7 @@ from oprd.core.batch import collate
 from oprd.core.metrics import values
 from oprd.core.objective import Distillation, Objective, batch_loss, normalise
 from oprd.core.types import Example, Row, View
+from oprd.parallel.layers import Head
 
 torch.set_num_threads(1)
 
@@ -86,7 +87,7 @@ class Table:
     def __init__(self, V, seed):
         self.table = torch.randn(V, V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         self.table.requires_grad_()
-        self.head_weight = torch.eye(V, dtype=torch.float64)
+        self.head = Head(torch.eye(V, dtype=torch.float64), V)
         self.read, self.with_graph = 0, False
 
     def hidden(self, ids, cu_seqlens, positions=None, routers=None):
