@@ -1,5 +1,7 @@
 """One optimizer step's examples, and training on them on any mesh with everything gathered whole afterwards."""
 
+import functools
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -49,6 +51,12 @@ def examples(count=7, seed=0):
     return made
 
 
+@functools.cache
+def mesh_of(sizes: Sizes) -> Mesh:
+    """The mesh of this process's pool, made once."""
+    return Mesh.of(sizes) if dist.is_initialized() else Mesh()
+
+
 def part_of(whole: Model, mesh: Mesh, **more) -> Model:
     """The same model on a mesh: this rank's part of it."""
     model = Model(whole.config, mesh, **more).to(whole.head_weight.dtype)
@@ -79,7 +87,7 @@ class Recorder(AdamW):
 def train(kind: str, sizes: Sizes, stage: int, budget: int = 75, steps: int = 3, rows=None, **settings) -> dict:
     """Losses, the first step's gradients and the weights after the last, all whole."""
     family, change = MODELS[kind]
-    mesh = Mesh.of(sizes) if dist.is_initialized() else Mesh()
+    mesh = mesh_of(sizes)
     recompute = settings.pop("recompute", False)
     model = part_of(randomised(family, 0, **change).double(), mesh, recompute=recompute)
     teacher = part_of(randomised(family, 1, **change).double(), mesh).requires_grad_(False)

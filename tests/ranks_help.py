@@ -10,7 +10,7 @@ import traceback
 import torch
 import torch.distributed as dist
 
-SECONDS = 120
+SECONDS = 170
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
 
