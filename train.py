@@ -4,8 +4,8 @@
     python train.py --stage NAME --config FILE.toml [--section.field value]
 
 Stages: microswe (make MicroSWE's data, tokenizer and a random model), pretrain (a base model from it), coding-sft,
-if-sft, oprd, eval, and all (the whole recipe with a table); and, training nothing, score, export, annotate and
-match-rules. docs/architecture.md is the map.
+if-sft, oprd, rl (group policy gradient), eval, and all (the whole recipe with a table); and, training nothing, score,
+export, annotate and match-rules. docs/architecture.md is the map.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from oprd.core.data import Order, read_sft, read_text
 from oprd.core.disk import check_free, write_jsonl
 from oprd.core.metrics import Last, Log, Mean, Progress, Sum, next_number
 from oprd.core.model import Model
-from oprd.core.objective import Distillation, Objective
-from oprd.core.plan import (chat_of, check_fits, check_oprd, check_recipe, data_file, describe, done, random_model,
-                            refresh_steps, stage_folder, starting_point, total_steps, write_settings)
+from oprd.core.objective import Distillation, Objective, PolicyGradient
+from oprd.core.plan import (chat_of, check_fits, check_oprd, check_recipe, check_rl, data_file, describe, done,
+                            per_task, random_model, refresh_steps, stage_folder, starting_point, total_steps,
+                            write_settings)
 from oprd.core.settings import Config
 from oprd.core.tokenizer import train_bpe
 from oprd.core.trainer import Plan, Stopped, Trainer
@@ -37,12 +38,14 @@ from oprd.rollout import commands as rollout_commands
 from oprd.rollout import recordings
 from oprd.rollout.annotate import annotate, inputs
 from oprd.rollout.annotate import table as annotation_table
-from oprd.rollout.attempts import Attempt, Outcome
+from oprd.rollout.attempts import Outcome
 from oprd.rollout.evaluate import Report, attempts_at, evaluate, table
+from oprd.rollout.groups import GroupPolicy, GroupSettings, outcome_rewards
 from oprd.rollout.harness import Harness
 from oprd.rollout.native import NativeEngine
 from oprd.rollout.records import Keeper
-from oprd.rollout.teach import OutcomeRouting, fates, measured
+from oprd.rollout.road import EachAlone, Road, Teacher
+from oprd.rollout.teach import OutcomeRouting
 from oprd.sandbox.box import Broke
 from oprd.sandbox.task import read_tasks
 
@@ -122,43 +125,65 @@ def sft(stage: str) -> Callable:
     return run
 
 
-def oprd(config: Config, load, resume: bool) -> None:
+def on_policy(stage: str, parts: Callable) -> Callable:
+    """A stage that trains on its own attempts; parts(config, steps, harness, start) gives its Plan and its Teacher."""
+    def run(config: Config, load, resume: bool) -> None:
+        if done(config, stage, resume):
+            return
+        start, chat = starting_point(config, stage)
+        folder, tasks = stage_folder(config, stage), read_tasks(data_file(config, stage))
+        n, seed = per_task(config, stage), config.run.seed
+        steps, order = total_steps(config, len(tasks) * n), Order(len(tasks), seed)
+        harness = Harness(config, chat)
+        plan, teach = parts(config, steps, harness, start)
+        harness.sweep()
+        trainer = Trainer(plan, folder, start, resume)
+        write_settings(config, folder, stage, resume)
+        engine = native_engine(config, trainer.model, trainer.step)
+        keep, per_step = Keeper(config.rollout.record, chat), config.train.batch // n
+        road = Road(lambda step: [tasks[order[step * per_step + i]] for i in range(per_step)], n,
+                    lambda *place: attempt_seed(seed, *place), harness.pool(engine, config.rollout), teach,
+                    lambda step, *found: keep(folder / "attempts" / f"step_{step:05d}.jsonl", *found),
+                    harness.steer(n, steps))
+        road.recall(trainer.memory, tasks)
+
+        def supply(step: int):
+            taken = road(step)
+            if taken.stop:
+                raise Stopped(f"stopped before step {step} of {steps}: {taken.stop}")
+            sums = {**taken.sums, **harness.judge_counts()}
+            return taken.examples, {**{name: Mean(*pair) for name, pair in taken.means.items()},
+                                    **{name: Sum(count) for name, count in sums.items()}}
+
+        try:
+            trainer.run(supply, lambda step: engine.load(trainer.model, step), ("train/loss", "rollout/pass_rate"),
+                        road.memory)
+        finally:
+            engine.close()
+    return run
+
+
+def oprd_parts(config: Config, steps: int, harness: Harness, start: Path) -> tuple[Plan, Teacher]:
     """Attempt tasks without reminders, imitate successes, distil failures: run.folder/oprd/model."""
-    if done(config, "oprd", resume):
-        return
-    start, chat = starting_point(config, "oprd")
-    tasks = read_tasks(data_file(config, "oprd"))
-    o, t, seed = config.oprd, config.train, config.run.seed
+    o, most = config.oprd, config.train.micro_batch_tokens
     check_oprd(config, hf.load_config(start))
-    steps, order = total_steps(config, len(tasks) * o.attempts_per_task), Order(len(tasks), seed)
-    plan = Plan(steps, t, Objective(o.lambda_success, o.lambda_failure, o.aggregate, o.denominator),
+    plan = Plan(steps, config.train, Objective(o.lambda_success, o.lambda_failure, o.aggregate, o.denominator),
                 Distillation(o.top_k, o.temperature, o.direction, o.support), teacher=True,
                 shared=o.refresh == "shared", refresh=refresh_steps(config, steps), bf16=config.run.precision == "bf16")
-    harness = Harness(config, chat)
-    harness.sweep()
-    trainer = Trainer(plan, stage_folder(config, "oprd"), start, resume)
-    write_settings(config, stage_folder(config, "oprd"), "oprd", resume)
-    teach = OutcomeRouting(harness.reminded, chat.reminder, t.micro_batch_tokens, o.routing, o.without_reminder)
-    engine = native_engine(config, trainer.model, trainer.step)
-    pool, keep = harness.pool(engine, config.rollout), Keeper(config.rollout.record, chat)
+    teach = OutcomeRouting(harness.reminded, harness.chat.reminder, most, o.routing, o.without_reminder)
+    return plan, EachAlone(teach, harness.each)
 
-    def supply(step: int):
-        n = t.batch // o.attempts_per_task
-        chosen = [tasks[order[step * n + i]] for i in range(n)]
-        attempts = [Attempt(f"step{step}/{i}.{j}/{task.instance_id}", task, attempt_seed(seed, step, i, j))
-                    for i, task in enumerate(chosen) for j in range(o.attempts_per_task)]
-        outcomes = pool.run(attempts)
-        lessons = harness.each(teach, outcomes)
-        keep(stage_folder(config, "oprd") / "attempts" / f"step_{step:05d}.jsonl", outcomes, lessons)
-        found = {name: Mean(*pair) for name, pair in measured(outcomes, lessons).items()}
-        found |= {f"fate/{name}": Sum(n) for name, n in fates(lessons).items()}
-        found |= {name: Sum(n) for name, n in harness.judge_counts().items()}
-        return [lesson.example for lesson in lessons if lesson.example], found
 
-    try:
-        trainer.run(supply, lambda step: engine.load(trainer.model, step), ("train/loss", "rollout/pass_rate"))
-    finally:
-        engine.close()
+def rl_parts(config: Config, steps: int, harness: Harness, start: Path) -> tuple[Plan, Teacher]:
+    """Attempt every task several times, compare the attempts with each other: run.folder/rl/model."""
+    r, rollout = config.rl, config.rollout
+    check_rl(config)
+    plan = Plan(steps, config.train, Objective(aggregate=r.aggregate, length=r.length or rollout.max_context_tokens),
+                Distillation(min(100, hf.load_config(start).vocab_size)),
+                PolicyGradient(r.clip_low, r.clip_high, r.ratio_cap, r.ratio, rollout.temperature),
+                teacher=r.kl > 0, bf16=config.run.precision == "bf16")
+    settings = GroupSettings(config.train.micro_batch_tokens, r.advantage, r.std, r.masked, r.kl, r.patience)
+    return plan, GroupPolicy(outcome_rewards, settings)
 
 
 def evaluation(config: Config, load, resume: bool) -> None:
@@ -190,7 +215,8 @@ def everything(config: Config, load, resume: bool) -> None:
 
 
 STAGE = {"microswe": make_microswe, "pretrain": sft("pretrain"), "coding-sft": sft("coding-sft"),
-         "if-sft": sft("if-sft"), "oprd": oprd, "eval": evaluation, "all": everything}
+         "if-sft": sft("if-sft"), "oprd": on_policy("oprd", oprd_parts), "rl": on_policy("rl", rl_parts),
+         "eval": evaluation, "all": everything}
 
 
 # --- commands that train nothing ----------------------------------------------------------------------------------

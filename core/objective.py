@@ -203,8 +203,8 @@ def _reinforce(states, head: Head, scored: Scored, settings: PolicyGradient) -> 
     if settings.temperature != 1.0:
         states = states.to(compute_dtype(states)) / settings.temperature
     logprobs = -split_token_nll(states, head, scored.targets)
-    return policy_gradient(logprobs, scored.sampled, scored.weights, settings.clip_low, settings.clip_high, settings.cap,
-                           settings.ratio)
+    return policy_gradient(logprobs, scored.sampled, scored.weights, settings.clip_low, settings.clip_high,
+                           settings.cap, settings.ratio)
 
 
 def read_forest(model, forest: Forest) -> Tensor:

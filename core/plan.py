@@ -17,10 +17,13 @@ from oprd.core.template import frame
 from oprd.core.tokenizer import Tokenizer
 from oprd.core.types import Example
 
-FOLDERS = {"microswe": "random", "pretrain": "base", "coding-sft": "coding-sft", "if-sft": "if-sft", "oprd": "oprd"}
-BEFORE = {"pretrain": "microswe", "coding-sft": "pretrain", "if-sft": "coding-sft", "oprd": "if-sft", "eval": "oprd"}
+FOLDERS = {"microswe": "random", "pretrain": "base", "coding-sft": "coding-sft", "if-sft": "if-sft", "oprd": "oprd",
+           "rl": "rl"}
+BEFORE = {"pretrain": "microswe", "coding-sft": "pretrain", "if-sft": "coding-sft", "oprd": "if-sft", "rl": "if-sft",
+          "eval": "oprd"}
 DATA = {"pretrain": "pretrain.jsonl", "coding-sft": "coding_sft.jsonl", "if-sft": "if_sft.jsonl",
-        "oprd": "oprd_tasks.jsonl", "eval": "validation_tasks.jsonl"}
+        "oprd": "oprd_tasks.jsonl", "rl": "oprd_tasks.jsonl", "eval": "validation_tasks.jsonl"}
+ACTS = ("oprd", "rl", "eval")  # stages that attempt tasks
 
 MAY_CHANGE = ("run.folder", "run.threads", "train.keep", "train.checkpoint_every", "rollout.verifiers",
               "rollout.record", "eval.", "microswe.", *(f"reminders.judge_{name} " for name in (
@@ -42,7 +45,7 @@ def starting_point(config: Config, stage: str) -> tuple[Path, Chat]:
     path = start_folder(config, stage)
     if not path.is_dir():
         raise FileNotFoundError(f"{path} does not exist; run --stage {BEFORE[stage]} first, or set model.path")
-    return path, chat_of(config, path, acts=stage in ("oprd", "eval"))
+    return path, chat_of(config, path, acts=stage in ACTS)
 
 
 def chat_of(config: Config, path: Path, acts: bool) -> Chat:
@@ -57,14 +60,14 @@ def chat_of(config: Config, path: Path, acts: bool) -> Chat:
 
 def data_path(config: Config, stage: str) -> Path:
     """The file (of rows: or folder) a stage reads: the one named in the settings, or MicroSWE's."""
-    named = config.data.tasks if stage in ("oprd", "eval") else config.data.rows
+    named = config.data.tasks if stage in ACTS else config.data.rows
     return Path(named) if named else Path(config.run.folder) / "data" / DATA[stage]
 
 
 def data_file(config: Config, stage: str) -> Path:
     """`data_path`, which must exist."""
     path = data_path(config, stage)
-    if not (path.is_file() if stage in ("oprd", "eval") else path.exists()):
+    if not (path.is_file() if stage in ACTS else path.exists()):
         raise FileNotFoundError(f"{path} does not exist; --stage microswe makes MicroSWE's files, or name your own")
     return path
 
@@ -93,12 +96,32 @@ def check_oprd(config: Config, model: ModelConfig) -> None:
     if t.batch % o.attempts_per_task:
         raise ValueError(f"train.batch = {t.batch} must be a multiple of oprd.attempts_per_task = "
                          f"{o.attempts_per_task}")
+    if config.prefix.on and o.attempts_per_task < 2:
+        raise ValueError("prefix.on = true needs oprd.attempts_per_task of at least 2: a pass rate needs a group")
     if o.support == "topk" and o.top_k > model.vocab_size:
         raise ValueError(f"oprd.top_k = {o.top_k} must not exceed the model's vocabulary of "
                          f"{model.vocab_size}; lower it or set oprd.support = full")
     if context > t.micro_batch_tokens:
         raise ValueError(f"rollout.max_context_tokens = {context} must not exceed train.micro_batch_tokens = "
                          f"{t.micro_batch_tokens}; raise the second")
+
+
+def per_task(config: Config, stage: str) -> int:
+    """Attempts at each task in a step of a stage that trains on them."""
+    return config.oprd.attempts_per_task if stage == "oprd" else config.rl.attempts_per_task
+
+
+def check_rl(config: Config) -> None:
+    """ValueError for settings that group RL could only fail with later."""
+    t, r, n = config.train, config.rollout, config.rl.attempts_per_task
+    if t.batch % n:
+        raise ValueError(f"train.batch = {t.batch} must be a multiple of rl.attempts_per_task = {n}")
+    if r.temperature == 0 or r.top_p < 1:
+        raise ValueError(f"rollout.temperature = {r.temperature} must be above 0 and rollout.top_p = {r.top_p} be 1: "
+                         "a policy gradient needs the probabilities that were sampled from")
+    if r.max_context_tokens > t.micro_batch_tokens:
+        raise ValueError(f"rollout.max_context_tokens = {r.max_context_tokens} must not exceed "
+                         f"train.micro_batch_tokens = {t.micro_batch_tokens}; raise the second")
 
 
 def check_fits(config: Config, rows: Sequence[Example]) -> None:
@@ -133,14 +156,14 @@ def describe(stage: str, config: Config) -> str:
     path, data = start_folder(config, stage), data_path(config, stage)
     lines = [f"stage           {stage}, starts from {path}"]
     items = sources.count(data) if data.exists() else 0
-    if stage == "oprd":
-        items *= config.oprd.attempts_per_task
+    if attempts := stage in ACTS:
+        items *= per_task(config, stage)
     if not items and not config.train.steps:
         lines.append(f"steps           unknown: {data} does not exist yet and train.steps is 0")
     else:
         steps = total_steps(config, items)
-        fewer = stage != "oprd" and not config.train.steps and (config.data.only_resolved or not config.data.strict)
-        longest = config.rollout.max_context_tokens if stage == "oprd" else config.data.max_tokens
+        fewer = not attempts and not config.train.steps and (config.data.only_resolved or not config.data.strict)
+        longest = config.rollout.max_context_tokens if attempts else config.data.max_tokens
         lines += [f"steps           {'at most ' if fewer else ''}{steps} of {config.train.batch} examples "
                   f"({items} in {data})",
                   f"tokens          at most {steps * config.train.batch * longest:,}"]
@@ -149,7 +172,8 @@ def describe(stage: str, config: Config) -> str:
     if path.is_dir():
         with torch.device("meta"):
             model = Model(hf.load_config(path))
-        lines += memory(model, config, teacher=stage == "oprd" and config.oprd.refresh != "shared")
+        teacher = config.oprd.refresh != "shared" if stage == "oprd" else stage == "rl" and config.rl.kl > 0
+        lines += memory(model, config, teacher)
     else:
         lines.append(f"parameters      unknown: {path} does not exist yet")
     return "\n".join(lines)

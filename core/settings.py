@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-STAGES = ("microswe", "pretrain", "coding-sft", "if-sft", "oprd", "eval", "all", "score", "export",
+STAGES = ("microswe", "pretrain", "coding-sft", "if-sft", "oprd", "rl", "eval", "all", "score", "export",
           "annotate", "match-rules")
 FILES = {"input": ("score", "annotate", "match-rules"),  # option of the command line: stages that take it
          "output": ("score", "export", "annotate")}
@@ -161,6 +161,45 @@ class OPRD(Section):
         return self
 
 
+class RL(Section):
+    attempts_per_task: int = Field(8, ge=2, description="attempts of each task in a step: a group")
+    advantage: Literal["grpo", "rloo", "leave_one_out"] = Field("rloo", description="a group's baseline")
+    std: bool = Field(False, description="divide advantages by the group's standard deviation")
+    clip_low: float = Field(0.2, ge=0, le=1, description="the ratio is held at 1 - this for worse attempts")
+    clip_high: float = Field(0.28, ge=0, description="the ratio is held at 1 + this for better attempts")
+    ratio: Literal["behaviour", "trainer"] = Field("behaviour", description="importance ratio to the engine's sampling, "
+                                                   "clipped; or the engine's mismatch as a capped constant factor")
+    ratio_cap: float = Field(5.0, gt=1, description="largest importance ratio")
+    aggregate: Literal["token", "trajectory", "constant"] = Field(
+        "token", description="mean over tokens; over attempts of their means; or of sums over rl.length")
+    length: float = Field(0.0, ge=0, description="aggregate = constant: tokens; 0: rollout.max_context_tokens")
+    kl: float = Field(0.0, ge=0, description="weight of the KL to the start model; 0: no reference is loaded")
+    masked: tuple[Literal["context_limit", "reply_limit", "turn_limit", "time_limit", "malformed"], ...] = Field(
+        ("context_limit", "reply_limit"), description="endings that are no measurement: out of every statistic")
+    patience: int = Field(20, ge=0, description="steps in a row in which every group agrees that end the run; 0: never")
+
+
+class Prefix(Section):
+    on: bool = Field(False, description="Prefix Sampling: replay own beginnings to hold pass rates near one half")
+    low: float = Field(0.3, ge=0, le=1, description="groups below this pass rate get a head start")
+    high: float = Field(0.7, ge=0, le=1, description="groups above this pass rate get a handicap")
+    remaining: float = Field(0.75, ge=0, le=1, description="head start: share of a success left to do")
+    prefix: float = Field(0.25, ge=0, le=1, description="handicap: share of a failure that is replayed")
+    remaining_cap: int = Field(0, ge=0, description="head start: most turns left to do; 0: no cap")
+    prefix_cap: int = Field(0, ge=0, description="handicap: most turns replayed; 0: no cap")
+    most: int = Field(0, ge=0, description="replayed groups in a step; 0: as many as there are")
+    kinds: tuple[Literal["head_start", "handicap"], ...] = Field(("head_start", "handicap"), description="who is helped")
+    adaptive: bool = Field(False, description="a controller for every bucket moves its ratio; else they stay")
+    alpha: float = Field(0.05, gt=0, le=1, description="adaptive: weight of the newest pass rate")
+    target: float = Field(0.5, gt=0, lt=1, description="adaptive: the pass rate wanted of replayed groups")
+    zone: float = Field(0.03, ge=0, description="adaptive: half the width of the dead zone")
+    move: float = Field(0.05, gt=0, description="adaptive: one move of the ratio")
+    cooldown: int = Field(5, ge=1, description="adaptive: least steps between moves")
+    restart: bool = Field(True, description="adaptive: a move begins the mean anew (without, it swings)")
+    withdraw: tuple[float, float] = Field((1.0, 1.0), description="shares of training between which help fades away")
+    compare_states: bool = Field(True, description="record and compare the sandbox's state after every turn")
+
+
 class Eval(Section):
     attempts: int = Field(1, ge=1, description="attempts at each task")
     tasks: int = Field(0, ge=0, description="tasks taken from the file; 0: all")
@@ -180,4 +219,6 @@ class Config(Section):
     sandbox: SandboxSettings = SandboxSettings()
     reminders: Reminders = Reminders()
     oprd: OPRD = OPRD()
+    rl: RL = RL()
+    prefix: Prefix = Prefix()
     eval: Eval = Eval()

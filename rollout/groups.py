@@ -59,11 +59,12 @@ class GroupSettings:
 
 
 class GroupPolicy:
-    """Teaches a whole step. After a call, `rewards` has one entry an outcome (None: masked), `groups` the statistics."""
+    """A road.Teacher. After a call, `groups` has every group's statistics."""
 
     def __init__(self, score: Score, settings: GroupSettings):
         self.score, self.settings = score, settings
         self.rewards: list[float | None] = []
+        self.rows: list[Example] = []
         self.groups: dict[str, Advantages] = {}
         self._members: dict[str, list[int]] = {}
         self._silent = 0
@@ -89,6 +90,17 @@ class GroupPolicy:
         mean = f"mean reward {sum(valid) / len(valid):.3f}" if valid else "no attempt has a reward"
         return (f"every group agreed in {self._silent} steps in a row ({mean}), so there is nothing to learn from: choose "
                 "tasks of another difficulty, more attempts a task, prefix sampling, or a denser reward")
+
+    def measured(self) -> dict[str, tuple[float, int]]:
+        """Of the last step's groups, each as (total, count), by the name it has in the log."""
+        groups = list(self.groups.values())
+        rewards = [r for r in self.rewards if r is not None]
+        spread = [float(np.std(own)) for name in self.groups if (own := self.rewards_of(name))]
+        return {"policy/reward": (sum(rewards), len(rewards)),
+                "policy/groups_with_signal": (sum(g.signal for g in groups), 1),
+                "policy/groups_without_signal": (sum(not g.signal for g in groups), 1),
+                "policy/advantage_energy": (sum(g.energy for g in groups), max(1, len(groups))),
+                "policy/reward_std_in_group": (sum(spread), len(spread))}
 
     def rewards_of(self, group: str) -> list[float]:
         """The rewards of a group's valid members."""
@@ -131,15 +143,3 @@ def policy_example(outcome: Outcome, advantage: float, kl: float = 0.0) -> Examp
     plain = student_example(outcome.trajectory, {}, "policy")
     view = View((plain.row,), np.arange(len(plain.row.targets))) if kl else None
     return student_example(outcome.trajectory, losses, "policy", view, outcome.attempt.id)
-
-
-def measured(policy: GroupPolicy) -> dict[str, tuple[float, int]]:
-    """Means of one step's groups, each as (total, count), by the name it has in the log."""
-    groups = list(policy.groups.values())
-    rewards = [r for r in policy.rewards if r is not None]
-    spread = [float(np.std(own)) for name in policy.groups if (own := policy.rewards_of(name))]
-    return {"policy/reward": (sum(rewards), len(rewards)),
-            "policy/groups_with_signal": (sum(g.signal for g in groups), 1),
-            "policy/groups_without_signal": (sum(not g.signal for g in groups), 1),
-            "policy/advantage_energy": (sum(g.energy for g in groups), max(1, len(groups))),
-            "policy/reward_std_in_group": (sum(spread), len(spread))}

@@ -11,12 +11,14 @@ from oprd.core.settings import Config, Eval, Rollout
 from oprd.rollout.agent import AgentLimits, Remind
 from oprd.rollout.ask import Asker, EngineChat, asker_of
 from oprd.rollout.attempts import Attempts, OpenBox, Outcome
+from oprd.rollout.controller import ControlSettings
 from oprd.rollout.engine import Engine, Sampling
 from oprd.rollout.evidence_judge import EvidenceJudge
 from oprd.rollout.events import count_by_class, error_events
 from oprd.rollout.global_reminder import global_reminder
 from oprd.rollout.judge import Judge, NoJudge
 from oprd.rollout.model_judge import ModelJudge
+from oprd.rollout.prefix import PrefixSampling, PrefixSettings
 from oprd.rollout.rubric import MICRO, Rubric, load_rubric
 from oprd.rollout.scripted import ScriptedJudge
 from oprd.rollout.select import SelectSettings, annotate_trajectory, remind
@@ -73,9 +75,19 @@ class Harness:
             self.asker.completer.engine = engine
         limits = AgentLimits(self.config.chat.system, r.max_turns, r.max_context_tokens, r.max_turn_tokens,
                              r.max_malformed, r.attempt_s, self.config.sandbox.command_s,
-                             self.config.sandbox.tests_s, self.config.chat.tools)
+                             self.config.sandbox.tests_s, self.config.chat.tools,
+                             sampling is r and self.config.prefix.on and self.config.prefix.compare_states)
         how = Sampling(sampling.temperature, sampling.top_p, r.max_turn_tokens, tuple(stop))
         return Attempts(engine, self.chat, self.open_box, limits, how, r.workers, r.verifiers)
+
+    def steer(self, n: int, steps: int) -> PrefixSampling | None:
+        """Prefix Sampling for groups of n attempts over a training of so many steps, if it is on."""
+        p = self.config.prefix
+        if not p.on:
+            return None
+        control = ControlSettings(p.alpha, p.target, p.zone, p.move, p.cooldown, restart=p.restart)
+        return PrefixSampling(PrefixSettings(p.low, p.high, p.remaining, p.prefix, p.remaining_cap, p.prefix_cap, p.most,
+                                             p.kinds, p.adaptive, control, p.withdraw), n, steps)
 
     def remind(self) -> Remind:
         """Reminders at run time: passive mode, one-shot."""

@@ -86,7 +86,8 @@ def length(kind: str, steps: int, ratio: float, s: PrefixSettings) -> int:
     cap = s.remaining_cap if kind == HEAD_START else s.prefix_cap
     part = int(steps * ratio + 1e-9)
     part = min(part, cap) if cap else part
-    return max(0, min(max(1, steps - part if kind == HEAD_START else part), steps - 1))
+    turns = steps - part if kind == HEAD_START else part
+    return max(0, min(max(1, turns), steps - 1))
 
 
 @dataclass
@@ -135,6 +136,15 @@ class PrefixSampling:
     def ratio(self, kind: str, bucket: str) -> float:
         start = self.settings.remaining if kind == HEAD_START else self.settings.prefix
         return self.controllers[bucket].ratio if bucket in self.controllers else start
+
+    def measured(self) -> dict[str, tuple[float, int]]:
+        """Of the last `observe`: beginnings kept for the next step and left out, and every bucket's ratio."""
+        found = {"prefix/kept": (float(len(self.kept)), 1), "prefix/left_out": (float(self.left_out), 1)}
+        for bucket, c in self.controllers.items():
+            found[f"prefix/ratio_{bucket.replace('/', '_of_')}"] = (c.ratio, 1)
+            if c.mean is not None:
+                found[f"prefix/mean_pass_rate_{bucket.replace('/', '_of_')}"] = (c.mean, 1)
+        return found
 
     def _control(self, groups: Mapping[str, list[tuple[Outcome, float]]]) -> None:
         """One pass rate a bucket and step: over all valid members of its replayed groups."""

@@ -8,7 +8,7 @@ from test_teach import TALK, TASK, outcome as judged
 
 from oprd.core.types import Ending
 from oprd.rollout.attempts import Attempt
-from oprd.rollout.groups import GroupPolicy, GroupSettings, Reward, measured, outcome_rewards
+from oprd.rollout.groups import GroupPolicy, GroupSettings, Reward, outcome_rewards
 
 S = GroupSettings(most_tokens=1000, masked=("context_limit",))
 
@@ -67,7 +67,7 @@ def test_groups_are_told_apart_by_their_id_and_counted():
     policy = GroupPolicy(outcome_rewards, S)
     found = fates(policy, [member("a", True), member("b"), member("a"), member("b"), member("c", True)])
     assert found == ["trained_policy", "dropped_no_signal", "trained_policy", "dropped_no_signal", "dropped_no_signal"]
-    numbers = measured(policy)
+    numbers = policy.measured()
     assert numbers["policy/groups_with_signal"] == (1, 1) and numbers["policy/groups_without_signal"] == (2, 1)
     assert numbers["policy/reward"] == (2.0, 5) and numbers["policy/advantage_energy"] == (2.0, 3)
     assert numbers["policy/reward_std_in_group"] == (0.5, 3)
