@@ -4,8 +4,9 @@
     python train.py --stage NAME --config FILE.toml [--section.field value]
 
 Stages: microswe (make MicroSWE's data, tokenizer and a random model), pretrain (a base model from it), coding-sft,
-if-sft, oprd, rl (group policy gradient), eval, and all (the whole recipe with a table); and, training nothing, score,
-export, annotate and match-rules. docs/architecture.md is the map.
+if-sft, oprd, rl (group policy gradient), rft (imitation of what a rubric ranks highest), eval, and all (the whole
+recipe with a table); and, training nothing, score, export, annotate, match-rules and behaviours.
+docs/architecture.md is the map.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from oprd.core.disk import check_free, write_jsonl
 from oprd.core.metrics import Last, Log, Mean, Progress, Sum, next_number
 from oprd.core.model import Model
 from oprd.core.objective import Distillation, Objective, PolicyGradient
-from oprd.core.plan import (chat_of, check_fits, check_oprd, check_recipe, check_rl, data_file, describe, done,
+from oprd.core.plan import (chat_of, check_fits, check_groups, check_oprd, check_recipe, data_file, describe, done,
                             per_task, random_model, refresh_steps, stage_folder, starting_point, total_steps,
                             write_settings)
 from oprd.core.settings import Config
@@ -41,9 +42,11 @@ from oprd.rollout.annotate import table as annotation_table
 from oprd.rollout.attempts import Outcome
 from oprd.rollout.evaluate import Report, attempts_at, evaluate, table
 from oprd.rollout.groups import GroupPolicy, GroupSettings, outcome_rewards
+from oprd.rollout.grm import judge_all
 from oprd.rollout.harness import Harness
 from oprd.rollout.native import NativeEngine
 from oprd.rollout.records import Keeper
+from oprd.rollout.rft import Filtration, FiltrationSettings
 from oprd.rollout.road import EachAlone, Road, Teacher
 from oprd.rollout.teach import OutcomeRouting
 from oprd.sandbox.box import Broke
@@ -71,6 +74,7 @@ def main(argv: list[str]) -> int:
             STAGE[options.stage](config, load, options.resume)
     except Stopped as stopped:
         print(stopped)
+        return stopped.code
     except KeyboardInterrupt:
         print("interrupted; --resume goes on from what is saved", file=sys.stderr)
         return 130
@@ -135,7 +139,7 @@ def on_policy(stage: str, parts: Callable) -> Callable:
         n, seed = per_task(config, stage), config.run.seed
         steps, order = total_steps(config, len(tasks) * n), Order(len(tasks), seed)
         harness = Harness(config, chat)
-        plan, teach = parts(config, steps, harness, start)
+        (plan, teach), steer = parts(config, steps, harness, start), harness.steer(n, steps)
         harness.sweep()
         trainer = Trainer(plan, folder, start, resume)
         write_settings(config, folder, stage, resume)
@@ -144,13 +148,13 @@ def on_policy(stage: str, parts: Callable) -> Callable:
         road = Road(lambda step: [tasks[order[step * per_step + i]] for i in range(per_step)], n,
                     lambda *place: attempt_seed(seed, *place), harness.pool(engine, config.rollout), teach,
                     lambda step, *found: keep(folder / "attempts" / f"step_{step:05d}.jsonl", *found),
-                    harness.steer(n, steps))
+                    steer)
         road.recall(trainer.memory, tasks)
 
         def supply(step: int):
             taken = road(step)
             if taken.stop:
-                raise Stopped(f"stopped before step {step} of {steps}: {taken.stop}")
+                raise Stopped(f"stopped before step {step} of {steps}: {taken.stop}", code=3)
             sums = {**taken.sums, **harness.judge_counts()}
             return taken.examples, {**{name: Mean(*pair) for name, pair in taken.means.items()},
                                     **{name: Sum(count) for name, count in sums.items()}}
@@ -177,13 +181,23 @@ def oprd_parts(config: Config, steps: int, harness: Harness, start: Path) -> tup
 def rl_parts(config: Config, steps: int, harness: Harness, start: Path) -> tuple[Plan, Teacher]:
     """Attempt every task several times, compare the attempts with each other: run.folder/rl/model."""
     r, rollout = config.rl, config.rollout
-    check_rl(config)
+    check_groups(config, "rl")
     plan = Plan(steps, config.train, Objective(aggregate=r.aggregate, length=r.length or rollout.max_context_tokens),
                 Distillation(min(100, hf.load_config(start).vocab_size)),
                 PolicyGradient(r.clip_low, r.clip_high, r.ratio_cap, r.ratio, rollout.temperature),
                 teacher=r.kl > 0, bf16=config.run.precision == "bf16")
     settings = GroupSettings(config.train.micro_batch_tokens, r.advantage, r.std, r.masked, r.kl, r.patience)
     return plan, GroupPolicy(outcome_rewards, settings)
+
+
+def rft_parts(config: Config, steps: int, harness: Harness, start: Path) -> tuple[Plan, Teacher]:
+    """Attempt every task several times, imitate the solutions that a rubric ranks highest: run.folder/rft/model."""
+    check_groups(config, "rft")
+    items, grm = harness.grm()
+    settings = FiltrationSettings(config.rft.select, config.rft.top, config.rft.cap, config.run.seed,
+                                  config.train.micro_batch_tokens)
+    teach = Filtration(items, lambda asked: judge_all(grm, asked, config.verifier.concurrency), settings)
+    return Plan(steps, config.train, bf16=config.run.precision == "bf16"), teach
 
 
 def evaluation(config: Config, load, resume: bool) -> None:
@@ -216,7 +230,7 @@ def everything(config: Config, load, resume: bool) -> None:
 
 STAGE = {"microswe": make_microswe, "pretrain": sft("pretrain"), "coding-sft": sft("coding-sft"),
          "if-sft": sft("if-sft"), "oprd": on_policy("oprd", oprd_parts), "rl": on_policy("rl", rl_parts),
-         "eval": evaluation, "all": everything}
+         "rft": on_policy("rft", rft_parts), "eval": evaluation, "all": everything}
 
 
 # --- commands that train nothing ----------------------------------------------------------------------------------

@@ -18,12 +18,13 @@ from oprd.core.tokenizer import Tokenizer
 from oprd.core.types import Example
 
 FOLDERS = {"microswe": "random", "pretrain": "base", "coding-sft": "coding-sft", "if-sft": "if-sft", "oprd": "oprd",
-           "rl": "rl"}
+           "rl": "rl", "rft": "rft"}
 BEFORE = {"pretrain": "microswe", "coding-sft": "pretrain", "if-sft": "coding-sft", "oprd": "if-sft", "rl": "if-sft",
-          "eval": "oprd"}
+          "rft": "if-sft", "eval": "oprd"}
 DATA = {"pretrain": "pretrain.jsonl", "coding-sft": "coding_sft.jsonl", "if-sft": "if_sft.jsonl",
-        "oprd": "oprd_tasks.jsonl", "rl": "oprd_tasks.jsonl", "eval": "validation_tasks.jsonl"}
-ACTS = ("oprd", "rl", "eval")  # stages that attempt tasks
+        "oprd": "oprd_tasks.jsonl", "rl": "oprd_tasks.jsonl", "rft": "oprd_tasks.jsonl",
+        "eval": "validation_tasks.jsonl"}
+ACTS = ("oprd", "rl", "rft", "eval")  # stages that attempt tasks
 
 MAY_CHANGE = ("run.folder", "run.threads", "train.keep", "train.checkpoint_every", "rollout.verifiers",
               "rollout.record", "eval.", "microswe.", *(f"reminders.judge_{name} " for name in (
@@ -108,15 +109,15 @@ def check_oprd(config: Config, model: ModelConfig) -> None:
 
 def per_task(config: Config, stage: str) -> int:
     """Attempts at each task in a step of a stage that trains on them."""
-    return config.oprd.attempts_per_task if stage == "oprd" else config.rl.attempts_per_task
+    return {"oprd": config.oprd, "rl": config.rl, "rft": config.rft}[stage].attempts_per_task
 
 
-def check_rl(config: Config) -> None:
-    """ValueError for settings that group RL could only fail with later."""
-    t, r, n = config.train, config.rollout, config.rl.attempts_per_task
+def check_groups(config: Config, stage: str) -> None:
+    """ValueError for settings that a stage with groups of attempts could only fail with later."""
+    t, r, n = config.train, config.rollout, per_task(config, stage)
     if t.batch % n:
-        raise ValueError(f"train.batch = {t.batch} must be a multiple of rl.attempts_per_task = {n}")
-    if r.temperature == 0 or r.top_p < 1:
+        raise ValueError(f"train.batch = {t.batch} must be a multiple of {stage}.attempts_per_task = {n}")
+    if stage == "rl" and (r.temperature == 0 or r.top_p < 1):
         raise ValueError(f"rollout.temperature = {r.temperature} must be above 0 and rollout.top_p = {r.top_p} be 1: "
                          "a policy gradient needs the probabilities that were sampled from")
     if r.max_context_tokens > t.micro_batch_tokens:

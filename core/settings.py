@@ -8,9 +8,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-STAGES = ("microswe", "pretrain", "coding-sft", "if-sft", "oprd", "rl", "eval", "all", "score", "export",
-          "annotate", "match-rules")
-FILES = {"input": ("score", "annotate", "match-rules"),  # option of the command line: stages that take it
+STAGES = ("microswe", "pretrain", "coding-sft", "if-sft", "oprd", "rl", "rft", "eval", "all", "score", "export",
+          "annotate", "match-rules", "behaviours")
+FILES = {"input": ("score", "annotate", "match-rules", "behaviours"),  # option of the command line: stages that take it
          "output": ("score", "export", "annotate")}
 
 
@@ -167,8 +167,9 @@ class RL(Section):
     std: bool = Field(False, description="divide advantages by the group's standard deviation")
     clip_low: float = Field(0.2, ge=0, le=1, description="the ratio is held at 1 - this for worse attempts")
     clip_high: float = Field(0.28, ge=0, description="the ratio is held at 1 + this for better attempts")
-    ratio: Literal["behaviour", "trainer"] = Field("behaviour", description="importance ratio to the engine's sampling, "
-                                                   "clipped; or the engine's mismatch as a capped constant factor")
+    ratio: Literal["behaviour", "trainer"] = Field(
+        "behaviour", description="importance ratio to the engine's sampling, clipped; or the engine's mismatch as a "
+                                 "capped constant factor")
     ratio_cap: float = Field(5.0, gt=1, description="largest importance ratio")
     aggregate: Literal["token", "trajectory", "constant"] = Field(
         "token", description="mean over tokens; over attempts of their means; or of sums over rl.length")
@@ -188,7 +189,7 @@ class Prefix(Section):
     remaining_cap: int = Field(0, ge=0, description="head start: most turns left to do; 0: no cap")
     prefix_cap: int = Field(0, ge=0, description="handicap: most turns replayed; 0: no cap")
     most: int = Field(0, ge=0, description="replayed groups in a step; 0: as many as there are")
-    kinds: tuple[Literal["head_start", "handicap"], ...] = Field(("head_start", "handicap"), description="who is helped")
+    kinds: tuple[Literal["head_start", "handicap"], ...] = Field(("head_start", "handicap"), description="what is made")
     adaptive: bool = Field(False, description="a controller for every bucket moves its ratio; else they stay")
     alpha: float = Field(0.05, gt=0, le=1, description="adaptive: weight of the newest pass rate")
     target: float = Field(0.5, gt=0, lt=1, description="adaptive: the pass rate wanted of replayed groups")
@@ -198,6 +199,31 @@ class Prefix(Section):
     restart: bool = Field(True, description="adaptive: a move begins the mean anew (without, it swings)")
     withdraw: tuple[float, float] = Field((1.0, 1.0), description="shares of training between which help fades away")
     compare_states: bool = Field(True, description="record and compare the sandbox's state after every turn")
+
+
+class Verifier(Section):
+    kind: Literal["scripted", "endpoint", "policy"] = Field(
+        "scripted", description="who answers the rewards' questions: a script, a model at url, or the policy itself")
+    url: str = Field("", description="kind = endpoint: what stands before /chat/completions, as http://host:8000/v1")
+    model: str = Field("", description="kind = endpoint: the model's name there")
+    key_variable: str = Field("", description="environment variable that holds the endpoint's key; empty: none")
+    body: str = Field('{"temperature": 0, "max_tokens": 2048}', description="JSON object: what else a request holds")
+    max_tokens: int = Field(64, ge=1, description="kind = policy: tokens of one answer")
+    request_s: float = Field(120.0, gt=0, description="seconds for one request")
+    total_s: float = Field(300.0, gt=0, description="seconds for one question with its retries")
+    concurrency: int = Field(8, ge=1, description="questions under way at once")
+    cache: str = Field("", description="folder of the answers; empty: verifier/ under run.folder")
+    votes: int = Field(1, ge=1, description="readable answers of one question; more than half decide")
+    retries: int = Field(2, ge=0, description="further questions for votes that did not come; then there is no reward")
+
+
+class RFT(Section):
+    attempts_per_task: int = Field(4, ge=1, description="attempts of each task in a step")
+    select: Literal["rubric", "outcome", "random"] = Field("rubric", description="what is imitated of solved attempts: "
+                                                           "the rubric's best, all, or as many drawn at random")
+    top: int = Field(1, ge=1, description="attempts kept of a task in a step")
+    cap: int = Field(0, ge=0, description="attempts kept of a task over the run; 0: no cap")
+    rubric: str = Field("", description="a GRM rubric file of your own; empty: rollout/grm_rubric.toml")
 
 
 class Eval(Section):
@@ -221,4 +247,6 @@ class Config(Section):
     oprd: OPRD = OPRD()
     rl: RL = RL()
     prefix: Prefix = Prefix()
+    rft: RFT = RFT()
+    verifier: Verifier = Verifier()
     eval: Eval = Eval()

@@ -46,7 +46,11 @@ class Plan:
 
 
 class Stopped(Exception):
-    """The run was asked to stop, by a signal or by its supply; everything is saved. The message says why."""
+    """The run was asked to stop, by a signal (code 0) or by its supply; everything is saved. The message says why."""
+
+    def __init__(self, why: str, code: int = 0):
+        super().__init__(why)
+        self.code = code
 
 
 class Trainer:

@@ -29,9 +29,11 @@ class ControlSettings:
     restart: bool = True
 
     def __post_init__(self):
-        if not (0 < self.alpha <= 1 and 0 < self.target < 1 and self.zone >= 0 and self.move > 0 and self.cooldown >= 1):
-            raise ValueError(f"alpha = {self.alpha} and target = {self.target} must lie between 0 and 1, zone = "
-                             f"{self.zone} be 0 or above, move = {self.move} above 0, cooldown = {self.cooldown} at least 1")
+        if not (0 < self.alpha <= 1 and 0 < self.target < 1):
+            raise ValueError(f"alpha = {self.alpha} and target = {self.target} must lie between 0 and 1")
+        if self.zone < 0 or self.move <= 0 or self.cooldown < 1:
+            raise ValueError(f"zone = {self.zone} must be 0 or above, move = {self.move} above 0 and cooldown = "
+                             f"{self.cooldown} at least 1")
         if not 0 <= self.least <= self.most <= 1:
             raise ValueError(f"least = {self.least} and most = {self.most} must be bounds between 0 and 1")
 

@@ -25,7 +25,7 @@ import numpy as np
 from oprd.core.types import Example, View
 from oprd.rollout.advantages import Advantages, advantages
 from oprd.rollout.attempts import Outcome
-from oprd.rollout.teach import Lesson
+from oprd.rollout.teach import Forgetful, Lesson
 from oprd.rollout.views import student_example
 
 
@@ -58,7 +58,7 @@ class GroupSettings:
     patience: int = 0
 
 
-class GroupPolicy:
+class GroupPolicy(Forgetful):
     """A road.Teacher. After a call, `groups` has every group's statistics."""
 
     def __init__(self, score: Score, settings: GroupSettings):
@@ -88,8 +88,8 @@ class GroupPolicy:
             return ""
         valid = [r for r in self.rewards if r is not None]
         mean = f"mean reward {sum(valid) / len(valid):.3f}" if valid else "no attempt has a reward"
-        return (f"every group agreed in {self._silent} steps in a row ({mean}), so there is nothing to learn from: choose "
-                "tasks of another difficulty, more attempts a task, prefix sampling, or a denser reward")
+        return (f"every group agreed in {self._silent} steps in a row ({mean}), so there is nothing to learn from: "
+                "choose tasks of another difficulty, more attempts a task, prefix sampling, or a denser reward")
 
     def measured(self) -> dict[str, tuple[float, int]]:
         """Of the last step's groups, each as (total, count), by the name it has in the log."""

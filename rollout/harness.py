@@ -16,13 +16,16 @@ from oprd.rollout.engine import Engine, Sampling
 from oprd.rollout.evidence_judge import EvidenceJudge
 from oprd.rollout.events import count_by_class, error_events
 from oprd.rollout.global_reminder import global_reminder
+from oprd.rollout.grm import GRM, OWN, Item, ModelGRM, load_items
 from oprd.rollout.judge import Judge, NoJudge
 from oprd.rollout.model_judge import ModelJudge
 from oprd.rollout.prefix import PrefixSampling, PrefixSettings
 from oprd.rollout.rubric import MICRO, Rubric, load_rubric
 from oprd.rollout.scripted import ScriptedJudge
+from oprd.rollout.scripted_grm import ScriptedGRM
 from oprd.rollout.select import SelectSettings, annotate_trajectory, remind
 from oprd.rollout.teach import Reminded
+from oprd.rollout.verifier import verifier_asker
 from oprd.sandbox.box import Limits
 from oprd.sandbox.opener import opener
 from oprd.sandbox.sweep import run_label, sweep
@@ -51,6 +54,7 @@ class Harness:
             self.asker = asker_of(config, chat)
             self.judge = ModelJudge(self.rubric, self.asker)
         scopes = tuple(name for name, on in (("global", r.global_), ("local", r.local)) if on)
+        self.rewarder: Asker | None = None  # whom the rewards ask, if anybody
         self.selection = SelectSettings(budget=r.budget, family_cap=r.family_cap, classes=r.classes, off=r.disabled,
                                         scopes=scopes)
 
@@ -71,8 +75,9 @@ class Harness:
     def pool(self, engine: Engine, sampling: Rollout | Eval) -> Attempts:
         """Runs attempts under this run's limits, sampling as the given section says."""
         r, stop = self.config.rollout, self.chat.stop_ids
-        if self.asker and isinstance(self.asker.completer, EngineChat):
-            self.asker.completer.engine = engine
+        for asker in filter(None, (self.asker, self.rewarder)):
+            if isinstance(asker.completer, EngineChat):
+                asker.completer.engine = engine
         limits = AgentLimits(self.config.chat.system, r.max_turns, r.max_context_tokens, r.max_turn_tokens,
                              r.max_malformed, r.attempt_s, self.config.sandbox.command_s,
                              self.config.sandbox.tests_s, self.config.chat.tools,
@@ -110,7 +115,16 @@ class Harness:
 
     def judge_counts(self) -> dict[str, int]:
         """What became of the questions to a judge that is a model since the last call, by metric name."""
-        return {f"judge/{name}": n for name, n in self.asker.counts.take().items()} if self.asker else {}
+        askers = (("judge", self.asker), ("verifier", self.rewarder))
+        return {f"{who}/{name}": n for who, asker in askers if asker for name, n in asker.counts.take().items()}
+
+    def grm(self) -> tuple[tuple[Item, ...], GRM]:
+        """The GRM's rubric, and the one who judges by it. Raises ValueError, FileNotFoundError."""
+        v, items = self.config.verifier, load_items(self.config.rft.rubric or OWN)
+        if v.kind == "scripted":
+            return items, ScriptedGRM(items)
+        self.rewarder = verifier_asker(self.config, self.chat)
+        return items, ModelGRM(items, self.rewarder, v.votes, v.retries)
 
     def events(self, outcome: Outcome) -> Mapping[str, int]:
         """Error events of a finished attempt by class, each fine category at most once."""

@@ -1,7 +1,7 @@
 """Attempts on the disk, one JSON line each: what people read, and what `--stage annotate` reads back.
 
-    {"id", "group", "origin", "task_id", "statement", "ending", "resolved", "trouble", "fate", "reward", "turns": [...],
-     "given": [...], "local": [...], "global": {...} or null, "patch"}
+    {"id", "group", "origin", "task_id", "statement", "ending", "resolved", "trouble", "fate", "reward", "notes",
+     "turns": [...], "given": [...], "local": [...], "global": {...} or null, "patch"}
 
 A turn is {"context": text before it, "reminder": text that it alone saw, "reply": what was sampled, "call", "problem",
 "observation": {"output", "exit_code", "is_error"}, "replayed"}. Reminders are {"category", "class", "text", "evidence",
@@ -33,6 +33,7 @@ def record(outcome: Outcome, chat: Chat, lesson: Lesson | None = None, ids: bool
         "ending": trajectory.ending.value if trajectory else None,
         "resolved": verdict.resolved if verdict and not outcome.trouble else None, "trouble": outcome.trouble,
         "fate": lesson.fate if lesson else None, "reward": lesson.reward if lesson else None,
+        "notes": dict(lesson.notes) if lesson else {},
         "turns": [_turn(turn, chat, ids) for turn in trajectory.turns] if trajectory else [],
         "given": [_reminder(r) for r in outcome.given],
         "local": [_reminder(r) for r in reminders.local.values()] if reminders else [],

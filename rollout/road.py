@@ -13,7 +13,7 @@ from oprd.core.types import Example
 from oprd.rollout import prefix
 from oprd.rollout.attempts import Attempt, Outcome
 from oprd.rollout.prefix import PrefixSampling
-from oprd.rollout.teach import Lesson, fates
+from oprd.rollout.teach import Forgetful, Lesson, fates
 from oprd.rollout.teach import measured as measured_rollouts
 from oprd.sandbox.task import Task
 
@@ -25,7 +25,7 @@ class Pool(Protocol):
 class Teacher(Protocol):
     """From a step's outcomes to lessons, one an outcome. After a call: `rewards`, one an outcome, None where it is
     masked; `rows`, what else is to be trained; `measured()`, means as (total, count); `stop()`, why the run should end,
-    or nothing."""
+    or nothing; `memory()`, what it knows from earlier steps, as JSON, for `recall`."""
 
     rewards: Sequence[float | None]
     rows: Sequence[Example]
@@ -36,11 +36,13 @@ class Teacher(Protocol):
 
     def stop(self) -> str: ...
 
+    def memory(self) -> Any: ...
 
-class EachAlone:
+    def recall(self, memory: Any) -> None: ...
+
+
+class EachAlone(Forgetful):
     """A Teacher that looks at every attempt by itself (`teach`), through `each` (see Harness.each)."""
-
-    rows = ()
 
     def __init__(self, teach: Callable[[Outcome], Lesson], each: Callable):
         self._teach, self._each = teach, each
@@ -49,12 +51,6 @@ class EachAlone:
     def __call__(self, outcomes: Sequence[Outcome]) -> list[Lesson]:
         self.rewards = [None if o.trouble else float(o.verdict.resolved) for o in outcomes]
         return self._each(self._teach, outcomes)
-
-    def measured(self) -> Mapping[str, tuple[float, int]]:
-        return {}
-
-    def stop(self) -> str:
-        return ""
 
 
 @dataclass(frozen=True)
@@ -96,9 +92,13 @@ class Road:
         examples = [lesson.example for lesson in lessons if lesson.example] + list(self.teach.rows)
         return Taken(examples, means, sums, self.teach.stop())
 
-    def memory(self) -> dict[str, Any] | None:
-        return self.steer.memory() if self.steer else None
+    def memory(self) -> dict[str, Any]:
+        return {"steer": self.steer.memory() if self.steer else None, "teach": self.teach.memory()}
 
     def recall(self, memory: Mapping[str, Any] | None, tasks: Sequence[Task]) -> None:
-        if self.steer and memory:
-            self.steer.recall(memory, {task.instance_id: task for task in tasks})
+        """Go on from what `memory` gave; None: from nothing."""
+        if memory is None:
+            return
+        if self.steer and memory["steer"]:
+            self.steer.recall(memory["steer"], {task.instance_id: task for task in tasks})
+        self.teach.recall(memory["teach"])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
-from typing import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Callable, Mapping, Sequence
 
 from oprd.core.types import Example, Reminder
 from oprd.rollout.attempts import Outcome
@@ -25,12 +25,13 @@ class Reminded:
 class Lesson:
     """What one attempt teaches. fate is `trained_success`, `trained_failure` or `dropped_<why>`; exactly the trained
     ones have an example. reminders: what was found for an attempt to be distilled, dropped or not; else None. reward:
-    what a judge of attempts gave, where one was asked."""
+    what a judge of attempts gave, where one was asked; notes: what it said, for the record."""
 
     fate: str
     example: Example | None = None
     reminders: Reminded | None = None
     reward: float | None = None
+    notes: Mapping[str, Any] = field(default_factory=dict)
 
 
 class OutcomeRouting:
@@ -63,6 +64,24 @@ class OutcomeRouting:
         if len(example.row.ids) + view.tokens() > self.most_tokens:
             return Lesson("dropped_too_long", reminders=reminders)
         return Lesson("trained_failure", example, reminders)
+
+
+class Forgetful:
+    """The half of a road.Teacher that has nothing to add."""
+
+    rows: Sequence[Example] = ()
+
+    def measured(self) -> Mapping[str, tuple[float, int]]:
+        return {}
+
+    def stop(self) -> str:
+        return ""
+
+    def memory(self) -> Any:
+        return None
+
+    def recall(self, memory: Any) -> None:
+        pass
 
 
 def fates(lessons: Sequence[Lesson]) -> Counter:

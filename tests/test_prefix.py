@@ -10,7 +10,7 @@ from oprd.core.types import Ending, Observation, ToolCall, Trajectory, Turn
 from oprd.rollout.attempts import Attempt, Outcome
 from oprd.rollout.prefix import HANDICAP, HEAD_START, PrefixSampling, PrefixSettings, band, length, measured
 from oprd.rollout.road import Road
-from oprd.rollout.teach import Lesson
+from oprd.rollout.teach import Forgetful, Lesson
 from oprd.sandbox.verify import Verdict
 
 S = PrefixSettings()
@@ -147,18 +147,10 @@ def test_a_road_puts_replayed_groups_beside_the_originals_of_the_next_step():
             self.asked.append(attempts)
             return [Outcome(a, replace(TALK, turns=TURNS), verdict=Verdict(a.id.endswith("0.0/t"))) for a in attempts]
 
-    class Teach:
-        rows = ()
-
+    class Teach(Forgetful):
         def __call__(self, outcomes):
             self.rewards = [float(o.verdict.resolved) for o in outcomes]
             return [Lesson("trained_policy") for _ in outcomes]
-
-        def measured(self):
-            return {}
-
-        def stop(self):
-            return ""
 
     pool = Pool()
     road = Road(lambda step: [TASK], 4, lambda *place: hash(place), pool, Teach(), lambda *found: None, sampling(n=4))
