@@ -53,8 +53,6 @@ class MicroSWE(Section):
     pretrain_texts: int = Field(6000, ge=1, description="plain texts for the pretraining of a base model")
     coding_tasks: int = Field(1200, ge=1, description="tasks the expert solves for Coding SFT")
     if_tasks: int = Field(600, ge=1, description="tasks on which scripted mistakes are made for IF SFT")
-    demonstrated: tuple[Literal["ambiguous", "scope", "scenario", "validate"], ...] = Field(
-        ("ambiguous", "scope", "scenario"), min_length=1, description="kinds of bug among the Coding SFT demonstrations")
     careful: float = Field(0.25, ge=0, le=1, description="share of demonstrations that look at the failing test before "
                                                          "the edit, and share that validate after it")
     relabels: int = Field(8, ge=1, description="consistently renamed copies written for every recording")

@@ -76,6 +76,13 @@ def hasty(task: Task, careful: float) -> list[ToolCall]:
     return solution(task, look or told_by_tests(task), validate)
 
 
+def taught(task: Task, steps: Sequence[Step], first: int = 0) -> list[bool]:
+    """Which steps a conversation without reminders trains: from `first` on, but for a look at the test that alone tells
+    the right word. That is left to its reminder, as a habit that recordings lack."""
+    edit = next((j for j, step in enumerate(steps) if step.call.name == "edit"), len(steps))
+    return [j >= first and not (told_by_tests(task) and step.call == CHECK and j < edit) for j, step in enumerate(steps)]
+
+
 def told_by_tests(task: Task) -> bool:
     """Whether only a failing test tells the right word."""
     return task.meta["kind"] == "validate"
@@ -193,14 +200,10 @@ def recovery_rows(row_id: str, system: str, task: Task, steps: Sequence[Step], m
 
     In one task of eight the continued row also trains the recovering turn itself, without its reminder: a policy that
     never recovers unaided gives the reverse KL nothing to reinforce (its gradient is weighted by the student's own
-    probabilities), and one that always does leaves nothing to distil. For the same reason looking at the test that
-    alone tells the right word is trained under its reminder only.
+    probabilities), and one that always does leaves nothing to distil.
     """
     rows = followed_rows(row_id, system, task, steps, mistakes)
     if rows:
         unaided = zlib.crc32(row_id.encode()) % 8 == 0
-        edits = [j for j, step in enumerate(steps) if step.call.name == "edit"]
-        trained = [j >= mistakes + (not unaided) and not (step.call == CHECK and told_by_tests(task) and j < edits[0])
-                   for j, step in enumerate(steps)]
-        rows.append(chat_row(f"{row_id}/continued", system, task, steps, trained))
+        rows.append(chat_row(f"{row_id}/continued", system, task, steps, taught(task, steps, mistakes + (not unaided))))
     return rows

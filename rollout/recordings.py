@@ -25,7 +25,7 @@ from oprd.core.types import Reminder, ToolCall
 from oprd.rollout.agent import Remind
 from oprd.rollout.attempts import OpenBox
 from oprd.rollout.expert import (Step, chat_row, followed_rows, hasty, mistake, perform, recovery_rows, solution,
-                                 told_by_tests)
+                                 taught)
 from oprd.rollout.global_reminder import global_reminder
 from oprd.sandbox.microswe import FAMILIES, Difficulty, fixed_source, generate, pick, relabel, relabelling
 from oprd.sandbox.repo import extract_patch
@@ -68,7 +68,8 @@ class Recorder:
 
     def _clean(self, task: Task) -> dict[str, Any]:
         """The row of the hasty expert, who yet solves the task."""
-        return self._row(task, "solution", self._solved(task, hasty(task, self.careful)))
+        steps = self._solved(task, hasty(task, self.careful))
+        return chat_row(f"{task.instance_id}/solution", self.system, task, steps, taught(task, steps))
 
     def _solved(self, task: Task, calls: Sequence[ToolCall]) -> list[Step]:
         """The steps of a script that solves the task, verified."""
@@ -79,9 +80,6 @@ class Recorder:
         if not verdict.resolved:
             raise RuntimeError(f"the expert did not solve {task.instance_id}: {verdict.log[-500:]}")
         return steps
-
-    def _row(self, task: Task, kind: str, steps: Sequence[Step], start: Reminder | None = None) -> dict[str, Any]:
-        return chat_row(f"{task.instance_id}/{kind}", self.system, task, steps, [True] * len(steps), start=start)
 
     def _follow(self, task: Task) -> list[dict[str, Any]]:
         wrong, recovery = mistake(task, random.Random(task.instance_id), self.careful)
@@ -94,18 +92,14 @@ class Recorder:
         careful = self._solved(task, solution(task))
         rows += followed_rows(f"{task.instance_id}/clean", self.system, task, careful, 0)
         if reminder:
-            rows.append(self._row(task, "global", careful, start=reminder))
-        if not told_by_tests(task):
-            rows.append(self._clean(task))
-        return rows
+            rows.append(chat_row(f"{task.instance_id}/global", self.system, task, careful, [True] * len(careful),
+                                 start=reminder))
+        return [*rows, self._clean(task)]
 
 
-def tasks_of(stream: str, seed: int, count: int, difficulty: Difficulty,
-             kinds: Sequence[str] | None = None) -> list[Task]:
-    """The first tasks of a file's stream; `kinds`: of these kinds in turn, else of all at random."""
+def tasks_of(stream: str, seed: int, count: int, difficulty: Difficulty) -> list[Task]:
     family = "validation" if stream == "validation" else "train"
-    return [generate(seed * 10 + STREAMS[stream], i, family, kinds and kinds[i % len(kinds)], difficulty)
-            for i in range(count)]
+    return [generate(seed * 10 + STREAMS[stream], i, family, difficulty=difficulty) for i in range(count)]
 
 
 def pretraining_texts(seed: int, count: int, difficulty: Difficulty) -> list[str]:
@@ -137,7 +131,7 @@ def pretraining_texts(seed: int, count: int, difficulty: Difficulty) -> list[str
 def make_files(folder: Path, size: MicroSWE, seed: int, recorder: Recorder, done: Callable[[], None]) -> list[str]:
     """Write all files but the tokenizer; `done` hears of each recorded task. Returns the text to train it on."""
     difficulty = Difficulty(size.functions, size.branches)
-    coding = recorder.coding(tasks_of("coding", seed, size.coding_tasks, difficulty, size.demonstrated), done)
+    coding = recorder.coding(tasks_of("coding", seed, size.coding_tasks, difficulty), done)
     following = recorder.following(tasks_of("if", seed, size.if_tasks, difficulty), done)
     texts = pretraining_texts(seed, size.pretrain_texts, difficulty)
     for name, rows in (("pretrain", [{"text": text} for text in texts]),
