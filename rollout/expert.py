@@ -51,15 +51,14 @@ def edit(path: str, old: str, new: str) -> ToolCall:
 
 
 def _repair(task: Task, text: str, word: str | None = None) -> ToolCall:
-    """The smallest unique edit in `text` that makes the wrong return give `word` (default: the right one)."""
-    m, word = task.meta, word or task.meta["right"]
-    line, new = f'return "{m["wrong"]}"', f'return "{word}"'
-    if text.count(line) == 1:
-        return edit(m["path"], line, new)
+    """The edit in `text` that makes the wrong return give `word` (default: the right one), anchored at the line above:
+    unique wherever it stands, and a model that has written the anchor finds the line below by copying on."""
+    m = task.meta
     lines = text.splitlines()
     at = next(i for i, l in enumerate(lines) if l.strip() == m["anchor"])
     indent = lines[at + 1][: len(lines[at + 1]) - len(lines[at + 1].lstrip())]
-    return edit(m["path"], f'{m["anchor"]}\n{indent}{line}', f'{m["anchor"]}\n{indent}{new}')
+    old, new = (f'{m["anchor"]}\n{indent}return "{w}"' for w in (m["wrong"], word or m["right"]))
+    return edit(m["path"], old, new)
 
 
 def solution(task: Task, look: bool = True, validate: bool = True) -> list[ToolCall]:
