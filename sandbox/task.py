@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Mapping
 
 from oprd.sandbox.jsonl import read_jsonl
-from oprd.sandbox.logs import PARSERS
+from oprd.sandbox.logs import check_parser
 from oprd.sandbox.patches import FileChange, file_changes, unsafe
 
 REQUIRED = ("instance_id", "repo", "base_commit", "problem_statement", "patch", "test_patch",
@@ -93,8 +93,12 @@ def _check(row: Mapping[str, Any]) -> None:
         raise ValueError(f"install_config.test_cmd = {command!r} must be the test command, a string or a "
                          "list of strings")
     parser = config.get("log_parser", "pytest")
-    if not isinstance(parser, str) or parser not in PARSERS:
-        raise ValueError(f"install_config.log_parser = {parser!r} must be one of {', '.join(PARSERS)}")
+    if not isinstance(parser, str):
+        raise ValueError(f"install_config.log_parser = {parser!r} must be a parser's name")
+    try:
+        check_parser(parser)
+    except ValueError as problem:
+        raise ValueError(f"install_config.log_parser: {problem}") from None
     files = row.get("files") or {}
     for path, text in files.items():
         if not isinstance(text, str):

@@ -1,8 +1,9 @@
 """Did a patch solve its task? The hidden tests, run in a fresh sandbox, decide.
 
 Order: the agent's patch without test files and test infrastructure -> the official test patch -> the test command
--> its log parsed -> FAIL_TO_PASS and PASS_TO_PASS looked up by exact name -> the log held against the runner's own
-summary and exit status. A verdict that cannot be trusted is `valid=False`: it is no reward of 0 and must not train.
+-> its log read (sandbox/results.py): FAIL_TO_PASS and PASS_TO_PASS looked up by exact name, by the task's own parser
+and by a stricter reading; the log held against the runner's own summary and exit status. A verdict that cannot be
+trusted is `valid=False`: it is no reward of 0 and must not train.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from dataclasses import dataclass, field, replace
 from typing import Callable, Mapping
 
 from oprd.sandbox.box import Ran, Sandbox
-from oprd.sandbox.logs import ERROR, FAILED, PASSED, XPASS, canonical_id, counted_passes, parse_log
 from oprd.sandbox.patches import FileChange, file_changes, unsafe
 from oprd.sandbox.repo import MAX_PATCH, apply_patch
+from oprd.sandbox.results import read_results
 from oprd.sandbox.task import Task
 
 LOG_BYTES = 16 * 2**20  # kept of the test log
@@ -38,8 +39,8 @@ class Verdict:
 
     resolved: every FAIL_TO_PASS and PASS_TO_PASS test passed and nothing contradicts it. valid: False when the
     evaluation itself failed. reason: one line, "" when resolved. status: test id -> PASSED, FAILED, ERROR, SKIPPED,
-    XFAIL, XPASS. failed_f2p, failed_p2p: the expected tests that did not pass (missing ones too). log: the test
-    command's whole output. touched: the paths in the patch; reverted: those of them that were left out (tests and
+    XFAIL, XPASS. failed_f2p, failed_p2p: the expected tests that did not pass (missing ones too). disputed: those that
+    passed by the task's own parser and not by the stricter reading. log: the test command's whole output. touched: the paths in the patch; reverted: those of them that were left out (tests and
     test infrastructure). exit_code: the test command's; None when it did not run. seconds: wall clock.
     """
 
@@ -49,6 +50,7 @@ class Verdict:
     status: Mapping[str, str] = field(default_factory=dict)
     failed_f2p: tuple[str, ...] = ()
     failed_p2p: tuple[str, ...] = ()
+    disputed: tuple[str, ...] = ()
     log: str = field(default="", repr=False)
     touched: tuple[str, ...] = ()
     reverted: tuple[str, ...] = ()
@@ -121,40 +123,21 @@ def _grade(task: Task, patch: bytes, open_box: OpenBox, seconds: float | None) -
 
 
 def _judge(task: Task, verdict: Verdict, ran: Ran) -> Verdict:
-    parser = task.install_config.get("log_parser", "pytest")
-    status = parse_log(parser, ran.output)
-    f2p, p2p = (tuple(t for t in tests if status.get(canonical_id(parser, t)) != PASSED)
-                for tests in (task.fail_to_pass, task.pass_to_pass))
-    verdict = replace(verdict, status=status, failed_f2p=f2p, failed_p2p=p2p, log=ran.output, exit_code=ran.code)
+    found = read_results(task.install_config.get("log_parser", "pytest"), ran.output, ran.code, _command(task),
+                         task.fail_to_pass, task.pass_to_pass)
+    f2p, p2p = found.failed_f2p, found.failed_p2p
+    verdict = replace(verdict, status=found.status, failed_f2p=f2p, failed_p2p=p2p, disputed=found.disputed,
+                      log=ran.output, exit_code=ran.code)
     if ran.timed_out:
         return replace(verdict, reason="the tests ran into the time limit")
-    if not status:
+    if not found.status:
         return replace(verdict, valid=False, reason=f"no test result in the log (exit status {ran.code})")
-    failed = f2p + p2p
-    if failed:
-        first = status.get(canonical_id(parser, failed[0]), "missing")
+    if failed := f2p + p2p:
+        first = "disputed" if failed[0] in found.disputed else found.of(failed[0])
         what = (f"{len(f2p)} of {len(task.fail_to_pass)} FAIL_TO_PASS and {len(p2p)} of {len(task.pass_to_pass)} "
                 f"PASS_TO_PASS tests did not pass, first {failed[0]}: {first}")
         return replace(verdict, reason=what)
-    contradiction = _contradiction(parser, ran, status)
-    return replace(verdict, resolved=not contradiction, reason=contradiction)
-
-
-def _contradiction(parser: str, ran: Ran, status: Mapping[str, str]) -> str:
-    """What speaks against a log in which all expected tests passed (printed by the code under test?), or ""."""
-    bad = sorted(test for test, s in status.items() if s in (FAILED, ERROR, XPASS))
-    if ran.code and not bad:
-        return f"all tests in the log passed, but the exit status is {ran.code}"
-    failures = [test for test in bad if status[test] != XPASS]  # only a strict XPASS fails a run
-    if not ran.code and failures:
-        return f"the exit status is 0, but the log says that {failures[0]} {status[failures[0]]}"
-    counted = counted_passes(parser, ran.output)
-    if counted is None:
-        return "the log has no summary of the test runner"
-    claimed = sum(s == PASSED for s in status.values())
-    if claimed > counted:
-        return f"the log claims {claimed} passed tests, the runner's summary {counted}"
-    return ""
+    return replace(verdict, resolved=not found.doubt, reason=found.doubt)
 
 
 def _command(task: Task) -> str:
