@@ -5,8 +5,8 @@
 
 Stages: microswe (make MicroSWE's data, tokenizer and a random model), pretrain (a base model from it), coding-sft,
 if-sft, oprd, rl (group policy gradient), rft (imitation of what a rubric ranks highest), eval, and all (the whole
-recipe with a table); and, training nothing, score, export, annotate, match-rules and behaviours.
-docs/architecture.md is the map.
+recipe with a table); and, training nothing, score, export, annotate, match-rules,
+behaviours and parse-log. docs/architecture.md is the map.
 """
 
 from __future__ import annotations

@@ -9,9 +9,10 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 STAGES = ("microswe", "pretrain", "coding-sft", "if-sft", "oprd", "rl", "rft", "eval", "all", "score", "export",
-          "annotate", "match-rules", "behaviours")
-FILES = {"input": ("score", "annotate", "match-rules", "behaviours"),  # option of the command line: stages that take it
-         "output": ("score", "export", "annotate")}
+          "annotate", "match-rules", "behaviours", "parse-log")
+FILES = {"input": ("score", "annotate", "match-rules", "behaviours", "parse-log"),  # option: stages that take it
+         "output": ("score", "export", "annotate"),
+         "parser": ("parse-log",)}
 
 
 RESUMED = ("microswe", "pretrain", "coding-sft", "if-sft", "oprd", "all")  # stages that --resume means something to

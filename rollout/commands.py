@@ -4,6 +4,8 @@ line's options."""
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 
 from oprd.core.settings import Config
 from oprd.rollout.annotate import inputs
@@ -13,6 +15,7 @@ from oprd.rollout.match_rules import match_lines
 from oprd.rollout.records import read_records
 from oprd.rollout.rft import rates, table
 from oprd.rollout.rubric import load_rubric
+from oprd.sandbox.logs import PASSED, check_parser, opinion, parse_log
 
 
 def match_rules(config: Config, options) -> None:
@@ -37,4 +40,25 @@ def behaviours(config: Config, options) -> None:
     print(table(found, items))
 
 
-COMMANDS = {"match-rules": match_rules, "behaviours": behaviours}
+def parse_test_log(config: Config, options) -> None:
+    """A test log's statuses as one JSON object, {"test": "PASSED", ...}, to the terminal; to stderr, what our stricter
+    reading has against them. Raises ValueError for an unknown parser, and for a log without any test."""
+    if not (options.input and options.parser):
+        raise ValueError("--stage parse-log needs --parser NAME and --input LOG, the output of a test run")
+    check_parser(options.parser)
+    log = Path(options.input).read_bytes().decode("utf-8", "replace")
+    status = parse_log(options.parser, log)
+    if not status:
+        raise ValueError(f"{options.input}: {options.parser} finds no test in this log")
+    print(json.dumps(status, indent=1, ensure_ascii=False), flush=True)
+    second = opinion(options.parser, log)
+    if second is None:
+        return
+    unseen = [test for test, s in status.items() if s == PASSED != second.status.get(test)]
+    says = "no summary" if second.passes is None else (
+        f"a summary by {second.runner}" + (f": {second.passes:.0f} passed" if second.passes < float("inf") else ""))
+    print(f"stricter reading: {says}; {len(unseen)} passes not confirmed{''.join(f', {test}' for test in unseen[:5])}",
+          file=sys.stderr)
+
+
+COMMANDS = {"match-rules": match_rules, "behaviours": behaviours, "parse-log": parse_test_log}

@@ -211,8 +211,10 @@ VITEST = Runner(lambda log: worst(vitest_log(log)), _vitest_own, counting(r"^\s*
 NODE = Runner(lambda log: worst(node_log(log)), _node_own, ends_with(r"^ℹ pass \d+"), telling(r"^ℹ (?:fail|cancelled) [1-9]"))
 TAP = Runner(lambda log: worst(tap_log(log)), _tap_own, ends_with(r"^1\.\.\d+$|^# pass +\d+"),
              telling(r"^# fail +[1-9]|^Bail out!"))
-JSON = Runner(lambda log: worst([*jest_json_log(log), *mocha_json_log(log)]), whole,
-              ends_with(r'"numPassedTests": ?\d+|"passes": ?\d+'), telling(r'"(?:numFailedTests|failures)": ?[1-9]'))
+JEST_JSON = Runner(lambda log: worst(jest_json_log(log)), whole, counting(r'"numPassedTests": ?(\d+)'),
+                   telling(r'"numFailedTests": ?[1-9]'))
+MOCHA_JSON = Runner(lambda log: worst(mocha_json_log(log)), whole, counting(r'"passes": ?(\d+)'),
+                    telling(r'"failures": ?[1-9]'))
 ANY_JS = Runner(lambda log: {}, without(r"^ +\d+ passing\b.*?(?:^(?=\S)|\Z)"),
                 ends_with(_ANY_SUMMARY), telling(r"\b[1-9]\d* (?:failing|failed|failures?)\b|^# fail +[1-9]"))
 
@@ -337,7 +339,7 @@ NAMED: dict[str, tuple[Parser, tuple[str, ...]]] = {  # parser; the runners that
     "parse_log_js_2": (table(_DASH, rule(r"\d+\)\s+(?P<test>.*?)$", FAILED), _PASS_TICK, tidy=_timeless),
                        ("mocha", "js")),
     "parse_log_js_3": (_js_3, ("tap", "js")),
-    "parse_log_js_4": (_js_4, ("jest", "mocha", "vitest", "node", "js")),
+    "parse_log_js_4": (_js_4, ("jest", "mocha", "vitest", "node-test", "js")),
     "parse_log_npx": (table(rule(r"✔\s+(?P<test>.+?)(?:\s+\(\d+(?:ms)?\))?$", PASSED),
                             rule(r"\d+\)\s+(?P<test>.+?)(?:\s+\([^)]+\))?$", FAILED)), ("mocha", "js")),
     "multi-swe-jest": (_multi_swe_jest, ("jest",)),

@@ -175,7 +175,7 @@ NAMED: dict[str, tuple[Parser, tuple[str, ...]]] = {
     "parse_log_cargo": (table(rule(r"test\s+(?P<test>\S+)\s+\.\.\.\s+(?P<said>ok|FAILED)$")), ("cargo",)),
     "parse_log_redis": (_redis, ()), "parse_log_jq": (_CHECK, ()), "parse_log_doctest": (_doctest, ()),
     "parse_log_micropython_test": (table(rule(r"(?P<said>pass|FAIL|skip)\s+(?P<test>.+)$")), ()),
-    "parse_log_googletest": (table(rule(r".*\[\s*(?P<said>OK|FAILED)\s*\]\s(?P<test>.*)\s\(.*\)$")), ("gtest",)),
+    "parse_log_googletest": (table(rule(r".*\[\s*(?P<said>OK|FAILED)\s*\]\s(?P<test>.*)\s\(.*\)$")), ("googletest",)),
     "parse_log_cpp": (_cpp, ()),
     "parse_log_cpp_v2": (table(rule(r"Test\s+(?P<test>.*?)\s+passed$", PASSED, weak=True),
                                rule(r"Test\s+(?P<test>.*?)\s+(?P<said>failed|skipped)$")), ()),

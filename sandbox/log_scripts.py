@@ -74,8 +74,19 @@ def rspec_json_log(log: str) -> Iterator[Seen]:
                 yield Seen(str(example.get("full_description")), kinds[example["status"]])
 
 
-minitest_log = table(rule(r"(?P<test>.+?#.+?) = \d+\.\d+ s = (?P<said>[.FES])$"), strip=False)
-_U_TEST = re.compile(r"\s+(?P<test>test[\w: ].*?):\t+(?P<said>\.|E|F|O|P|N): \(\d+\.\d+\)$")
+def minitest_log(log: str) -> Iterator[Seen]:
+    """minitest -v: `Class#test = 0.01 s = .`; what the test prints comes between the first ` = ` and the time."""
+    waiting = None
+    for line in log.split("\n"):
+        if match := re.match(r"(\S[^#]*#.+?) = ", line):
+            waiting, line = match[1], line[match.end():]
+        result = re.fullmatch(r"\d+\.\d+ s = ([.FES])", line)
+        if waiting and result:
+            yield Seen(waiting, {".": PASSED, "F": FAILED, "E": ERROR, "S": SKIPPED}[result[1]])
+            waiting = None
+
+
+_U_TEST = re.compile(r"\s+(?P<test>test[\w: ].*?):\t+(?P<said>[.EFOPN])(?:: \(\d+\.\d+\))?$")
 
 
 def testunit_log(log: str) -> Iterator[Seen]:
@@ -102,8 +113,8 @@ def _passes(pattern: str):
 
 
 RSPEC = Runner(lambda log: worst([*rspec_log(log), *rspec_json_log(log)]), _rspec_own,
-               _passes(r"^(\d+) examples?, (\d+) failures?(?:, (\d+) pending)?"),
-               telling(r"^\d+ examples?, [1-9]\d* failure|errors? occurred outside of examples"))
+               _passes(r'(?:^|"summary_line":")(\d+) examples?, (\d+) failures?(?:, (\d+) pending)?'),
+               telling(r'(?:^|"summary_line":")\d+ examples?, [1-9]\d* failure|errors? occurred outside of examples'))
 MINITEST = Runner(lambda log: worst(minitest_log(log)), whole,
                   _passes(r"^(\d+) (?:runs|tests), \d+ assertions, (\d+) failures, (\d+) errors, (\d+) skips"),
                   telling(r"^\d+ (?:runs|tests), \d+ assertions, (?:[1-9]\d* failures|\d+ failures, [1-9]\d* errors)"))

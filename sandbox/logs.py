@@ -28,9 +28,9 @@ RUNNERS: Mapping[str, Runner] = {
     "sympy": Runner(lambda log: worst(log_python.sympy_log(log)), whole, counting(r"^=+ tests finished: (?:(\d+) passed)?"),
                     telling(r"^=+ tests finished: .*(?:failed|exceptions)|^DO \*NOT\* COMMIT")),
     "go": log_native.GO, "go-json": log_native.GO_JSON, "cargo": log_native.CARGO, "ctest": log_native.CTEST,
-    "gtest": log_native.GTEST, "automake": log_native.AUTOMAKE,
-    "jest": log_js.JEST, "mocha": log_js.MOCHA, "vitest": log_js.VITEST, "node": log_js.NODE, "tap": log_js.TAP,
-    "js-json": log_js.JSON, "surefire": log_jvm.SUREFIRE, "gradle": log_jvm.GRADLE, "junit": log_jvm.JUNIT,
+    "googletest": log_native.GTEST, "automake": log_native.AUTOMAKE,
+    "jest": log_js.JEST, "mocha": log_js.MOCHA, "vitest": log_js.VITEST, "node-test": log_js.NODE, "tap": log_js.TAP,
+    "jest-json": log_js.JEST_JSON, "mocha-json": log_js.MOCHA_JSON, "surefire": log_jvm.SUREFIRE, "gradle": log_jvm.GRADLE, "junit": log_jvm.JUNIT,
     "phpunit": log_scripts.PHPUNIT, "rspec": log_scripts.RSPEC, "minitest": log_scripts.MINITEST,
     "test-unit": log_scripts.TESTUNIT}
 _ANY = {"js": log_js.ANY_JS}  # a summary of some runner of a language

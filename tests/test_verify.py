@@ -167,12 +167,16 @@ def test_forged_results_do_not_resolve(source, reason):
 
 
 def test_exit_zero_although_an_unexpected_test_failed_is_a_contradiction():
-    task = replace(TASK, fail_to_pass=TASK.pass_to_pass, pass_to_pass=(),
-                   install_config=TASK.install_config | {"test_cmd": TASK.install_config["test_cmd"] + "; true"})
-    verdict = verify(task, worked("echo '#' >> src/words.py"), open_local)
+    task = replace(TASK, fail_to_pass=TASK.pass_to_pass, pass_to_pass=())
+    quiet = "import atexit, os\natexit.register(lambda: os._exit(0))\n"
+    with open_local(task) as box:
+        box.write("src/words.py", (quiet + SOURCE).encode())
+        patch = extract_patch(box)
+    verdict = verify(task, patch, open_local)
     assert not verdict.resolved and "exit status is 0" in verdict.reason
-    honest = replace(task, install_config=TASK.install_config)
-    assert verify(honest, worked("echo '#' >> src/words.py"), open_local).resolved  # a failure outside the lists
+    assert verify(task, worked("echo '#' >> src/words.py"), open_local).resolved  # a failure outside the lists
+    masked = replace(task, install_config=task.install_config | {"test_cmd": task.install_config["test_cmd"] + "; true"})
+    assert verify(masked, worked("echo '#' >> src/words.py"), open_local).resolved  # the command's status says nothing
 
 
 @pytest.mark.parametrize("edit, status", [
