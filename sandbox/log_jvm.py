@@ -11,8 +11,8 @@ from oprd.sandbox.log_lines import (ERROR, FAILED, PASSED, SKIPPED, Parser, Runn
 
 _COUNTS = r"Tests run:\s*(\d+),\s*Failures:\s*(\d+),\s*Errors:\s*(\d+),\s*Skipped:\s*(\d+)"
 _S_CLASS = re.compile(rf"(?:\[\w+\] )?{_COUNTS}, Time elapsed: .*?(?:-+ in|-+) (?:in )?(?P<name>[\w$.]+)$")
-_S_TEST = re.compile(r"\[ERROR\] +(?P<test>[\w$]+\([\w$.]+\)|[\w$.]+\.[\w$]+)(?:\[.*?\])? +(?:--)? *Time elapsed: .*<<< "
-                     r"(?P<said>FAILURE|ERROR)!")
+_S_TEST = re.compile(r"\[ERROR\] +(?P<test>[\w$]+\([\w$.]+\)|[\w$.]+\.[\w$]+)(?:\[.*?\])? +(?:--)? *"
+                     r"Time elapsed: .*<<< (?P<said>FAILURE|ERROR)!")
 
 
 def _status(run: int, failures: int, errors: int, skipped: int) -> str:

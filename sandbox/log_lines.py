@@ -15,7 +15,8 @@ _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@
 
 STATUS_WORDS: Mapping[str, str] = {
     **dict.fromkeys(("ok", "pass", "passed", "success", "✓", "✔", "."), PASSED),
-    **dict.fromkeys(("fail", "failed", "failure", "not ok", "err", "✕", "✖", "✘", "✗", "×", "⨯", "f", "timeout"), FAILED),
+    **dict.fromkeys(("fail", "failed", "failure", "not ok", "err", "timeout", "✕", "✖", "✘", "✗", "×", "⨯", "f"),
+                    FAILED),
     **dict.fromkeys(("error", "errors", "e"), ERROR),
     **dict.fromkeys(("skip", "skipped", "ignore", "ignored", "pending", "todo", "disabled", "○", "↓", "↩", "◌", "◦",
                      "□", "﹣", "s", "o"), SKIPPED),

@@ -7,8 +7,8 @@ import re
 from typing import Iterator
 from xml.etree import ElementTree
 
-from oprd.sandbox.log_lines import (ERROR, FAILED, PASSED, SKIPPED, Parser, Runner, Seen, counting, ends_with, rule, table,
-                                    telling, whole, without, worst)
+from oprd.sandbox.log_lines import (ERROR, FAILED, PASSED, SKIPPED, Parser, Runner, Seen, counting, ends_with, rule,
+                                    table, telling, whole, worst)
 
 # go --------------------------------------------------------------------------------------------------------------
 
@@ -56,9 +56,9 @@ def go_json_log(log: str) -> Iterator[Seen]:
 def _multi_swe_go(log: str) -> Iterator[Seen]:
     """Multi-SWE's: a subtest counts for its parent, and the word after FAIL for a test."""
     for line in map(str.strip, log.split("\n")):
-        for pattern, status in ((r"--- PASS: (\S+)", PASSED), (r"--- FAIL: (\S+)", FAILED), (r"FAIL:?\s?(.+?)\s", FAILED)):
+        for pattern in (r"--- (PASS|FAIL): (\S+)", r"(FAIL):?\s?(.+?)\s"):
             if match := re.match(pattern, line):
-                yield Seen(match[1].rpartition("/")[0] or match[1], status)
+                yield Seen(match[2].rpartition("/")[0] or match[2], PASSED if match[1] == "PASS" else FAILED)
 
 
 GO = Runner(lambda log: worst(go_log(log)), _go_packages, ends_with(r"^(?:ok|FAIL|\?) *\t"),
@@ -93,8 +93,8 @@ _CARGO_COUNT = counting(r"^test result: .*?(\d+) passed;")
 
 _CTEST_SAYS = {"Passed": PASSED, "***Failed": FAILED, "***Timeout": FAILED, "***Skipped": SKIPPED, "***Not Run": FAILED,
                "***Exception": ERROR}
-ctest_log = table(rule(r"\d+/\d+ +Test +#\d+: (?P<test>.+?) \.*\s*(?P<said>Passed|\*\*\*(?:Failed|Timeout|Skipped|Not Run|"
-                       r"Exception))\b", words=_CTEST_SAYS),
+ctest_log = table(rule(r"\d+/\d+ +Test +#\d+: (?P<test>.+?) \.*\s*"
+                       r"(?P<said>Passed|\*\*\*(?:Failed|Timeout|Skipped|Not Run|Exception))\b", words=_CTEST_SAYS),
                   rule(r"\d+/\d+ +Test +#\d+: (?P<test>.+?) \.*\s*\*\*\*", FAILED))
 gtest_log = table(rule(r"\[ +(?P<said>OK|FAILED|SKIPPED) +\] (?P<test>\S+?)(?:, where .*)? \(\d+ ms\)$"), strip=False)
 automake_log = table(rule(r"(?P<said>PASS|FAIL|SKIP|XFAIL|XPASS|ERROR): (?P<test>.+)$"), strip=False)

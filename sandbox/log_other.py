@@ -23,8 +23,10 @@ _CSHARP = table(rule(r"\[xUnit\.net\s+[\d:.]+\]\s+(?P<test>.+?)\s+\[FAIL\]$", FA
 _HASKELL = table(
     rule(r".*(?:Test suite |Linking |Building |Running  )"),
     rule(r"\s*(?P<test>.+?)\s*:\s*(?P<said>OK|PASS|FAIL|ERROR|SKIP|PENDING)(?:\b|\s|$)"),
-    rule(r"\s+(?P<test>.+?)\s+\[[✓✔]\]\s*$", PASSED, weak=True), rule(r"\s+(?P<test>.+?)\s+\[[✗✘]\]\s*$", FAILED),
-    rule(r"\s*[✓✔]\s+(?P<test>.+?)(?:\s+\(.*?\))?\s*$", PASSED, weak=True), rule(r"\s*[✗✘]\s+(?P<test>.+?)\s*$", FAILED),
+    rule(r"\s+(?P<test>.+?)\s+\[[✓✔]\]\s*$", PASSED, weak=True),
+    rule(r"\s+(?P<test>.+?)\s+\[[✗✘]\]\s*$", FAILED),
+    rule(r"\s*[✓✔]\s+(?P<test>.+?)(?:\s+\(.*?\))?\s*$", PASSED, weak=True),
+    rule(r"\s*[✗✘]\s+(?P<test>.+?)\s*$", FAILED),
     rule(r"\s*\d+\)\s+(?P<test>.+?)\s*$", FAILED), rule(r"###\s+Failure\s+in:\s+(?P<test>.+)$", FAILED),
     rule(r"###\s+Error\s+in:\s+(?P<test>.+)$", ERROR), strip=False)
 _SCALA = table(rule(r"\[info\]\s+-\s+(?P<test>.*?)\s+\*\*\*\s+FAILED\s+\*\*\*\s+\([^)]+\)$", FAILED),
@@ -68,8 +70,8 @@ def _ranked(seen) -> Iterator[Seen]:
 
 
 _OCAML_WORDS = {**dict.fromkeys("ERROR EXCEPTION CRASH FATAL KO PANIC".split(), FAILED)}
-_OCAML_3 = table(rule(r"\[(?P<said>OK|PASS|PASSED|SUCCESS|SKIP|SKIPPED|TODO|PENDING|DISABLED|FAIL|FAILED|ERROR|EXCEPTION|"
-                      r"CRASH|FATAL|KO|PANIC)\]\s+(?P<test>.+)$", FAILED, words=_OCAML_WORDS, flags=re.I),
+_OCAML_3 = table(rule(r"\[(?P<said>OK|PASS|PASSED|SUCCESS|SKIP|SKIPPED|TODO|PENDING|DISABLED|FAIL|FAILED|ERROR|"
+                      r"EXCEPTION|CRASH|FATAL|KO|PANIC)\]\s+(?P<test>.+)$", FAILED, words=_OCAML_WORDS, flags=re.I),
                  tidy=lambda test: re.sub(r"\s+", " ", test).strip())
 _OCAML_4 = table(rule(r"(?P<said>PASSED|FAILED|SKIPPED|ERROR)\s+(?P<test>.*?)(?:\s{2,}.*)?$"))
 
@@ -139,9 +141,9 @@ def _dart(log: str) -> Iterator[Seen]:
             if not isinstance(event, dict):
                 continue
             test = event.get("test") if isinstance(event.get("test"), dict) else {}
-            name = test.get("name") or ""
-            if event.get("type") == "testStart" and test.get("id") is not None and name and not name.startswith("loading "):
-                names[test["id"]] = name
+            name, number = test.get("name") or "", test.get("id")
+            if event.get("type") == "testStart" and number is not None and name and not name.startswith("loading "):
+                names[number] = name
             elif event.get("type") == "testDone" and event.get("testID") in names and not event.get("hidden"):
                 status = kinds.get(event.get("result")) or (SKIPPED if event.get("skipped") else None)
                 if status:

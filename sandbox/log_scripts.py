@@ -6,8 +6,8 @@ import json
 import re
 from typing import Iterator
 
-from oprd.sandbox.log_lines import (ERROR, FAILED, PASSED, SKIPPED, Parser, Runner, Seen, ends_with, rule, table, telling,
-                                    whole, without, worst)
+from oprd.sandbox.log_lines import (ERROR, FAILED, PASSED, SKIPPED, Parser, Runner, Seen, ends_with, rule, table,
+                                    telling, whole, without, worst)
 
 # phpunit ---------------------------------------------------------------------------------------------------------
 
@@ -119,7 +119,8 @@ MINITEST = Runner(lambda log: worst(minitest_log(log)), whole,
                   _passes(r"^(\d+) (?:runs|tests), \d+ assertions, (\d+) failures, (\d+) errors, (\d+) skips"),
                   telling(r"^\d+ (?:runs|tests), \d+ assertions, (?:[1-9]\d* failures|\d+ failures, [1-9]\d* errors)"))
 TESTUNIT = Runner(lambda log: worst(testunit_log(log)), whole,
-                  _passes(r"^(\d+) tests, \d+ assertions, (\d+) failures, (\d+) errors, (\d+) pendings, (\d+) omissions"),
+                  _passes(r"^(\d+) tests, \d+ assertions, (\d+) failures, (\d+) errors, (\d+) pendings, "
+                          r"(\d+) omissions"),
                   telling(r"^\d+ tests, \d+ assertions, (?:[1-9]\d* failures|\d+ failures, [1-9]\d* errors)"))
 
 
@@ -141,16 +142,16 @@ def _php_v1(log: str) -> Iterator[Seen]:
     def timeless(name: str) -> str:
         return re.sub(r"\s+\d+(?:\.\d+)?s\s*$", "", name.rstrip()).strip()
 
-    marked = ((r"FAIL(?:ED)?\s+(?P<test>\S.+)$", FAILED), (r"[\u2a2fx]\s+(?P<test>.+?)(?:\s{2,}\d+\.?\d*s\b.*)?\s*$", FAILED),
-              (r"-\s+(?P<test>.+?)(?:\s{2,}\d+\.?\d*s\b.*)?\s*$", SKIPPED),
-              (r"[✓✔]\s+(?P<test>.+?)(?:\s{2,}\d+\.?\d*s\b.*)?\s*$", PASSED))
+    name = r"\s+(?P<test>.+?)(?:\s{2,}\d+\.?\d*s\b.*)?\s*$"
+    marked = ((r"FAIL(?:ED)?\s+(?P<test>\S.+)$", FAILED), (r"[\u2a2fx]" + name, FAILED), ("-" + name, SKIPPED),
+              ("[✓✔]" + name, PASSED))
     for line in map(str.strip, log.split("\n")):
         if not line or line.startswith(("___", "---", "Tests:", "Duration:")):
             continue
         for pattern, status in marked:
             if match := re.match(pattern, line, re.I):
-                if name := timeless(match["test"]):
-                    yield Seen(name, status, weak=status == PASSED)
+                if test := timeless(match["test"]):
+                    yield Seen(test, status, weak=status == PASSED)
                 break
         else:
             if re.search(r"\(skipped\)|\bSKIPPED\b", line, re.I):

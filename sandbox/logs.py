@@ -14,23 +14,25 @@ import re
 from dataclasses import dataclass
 from typing import Mapping
 
-from oprd.sandbox import log_js, log_jvm, log_native, log_other, log_python, log_scripts
-from oprd.sandbox.log_lines import (ERROR, FAILED, PASSED, SKIPPED, XFAIL, XPASS, Parser, Runner, clean, counting, settled,
-                                    telling, whole, worst)
+from oprd.sandbox import log_js, log_js_sets, log_jvm, log_native, log_other, log_python, log_scripts
+from oprd.sandbox.log_lines import (ERROR, FAILED, PASSED, SKIPPED, XFAIL, XPASS, Parser, Runner, clean, counting,
+                                    settled, telling, whole, worst)
 from oprd.sandbox.log_python import UNITTEST_TEST, unittest_id
 
-__all__ = ["ERROR", "FAILED", "PASSED", "SKIPPED", "XFAIL", "XPASS", "Opinion", "canonical_id", "check_parser", "opinion",
-           "parse_log"]
+__all__ = ["ERROR", "FAILED", "PASSED", "SKIPPED", "XFAIL", "XPASS", "Opinion", "canonical_id", "check_parser",
+           "opinion", "parse_log"]
 
 RUNNERS: Mapping[str, Runner] = {
     "pytest": log_python.PYTEST, "unittest": log_python.UNITTEST,
     "django": log_python.UNITTEST._replace(parse=lambda log: worst(log_python.django_log(log))),
-    "sympy": Runner(lambda log: worst(log_python.sympy_log(log)), whole, counting(r"^=+ tests finished: (?:(\d+) passed)?"),
+    "sympy": Runner(lambda log: worst(log_python.sympy_log(log)), whole,
+                    counting(r"^=+ tests finished: (?:(\d+) passed)?"),
                     telling(r"^=+ tests finished: .*(?:failed|exceptions)|^DO \*NOT\* COMMIT")),
     "go": log_native.GO, "go-json": log_native.GO_JSON, "cargo": log_native.CARGO, "ctest": log_native.CTEST,
     "googletest": log_native.GTEST, "automake": log_native.AUTOMAKE,
     "jest": log_js.JEST, "mocha": log_js.MOCHA, "vitest": log_js.VITEST, "node-test": log_js.NODE, "tap": log_js.TAP,
-    "jest-json": log_js.JEST_JSON, "mocha-json": log_js.MOCHA_JSON, "surefire": log_jvm.SUREFIRE, "gradle": log_jvm.GRADLE, "junit": log_jvm.JUNIT,
+    "jest-json": log_js.JEST_JSON, "mocha-json": log_js.MOCHA_JSON,
+    "surefire": log_jvm.SUREFIRE, "gradle": log_jvm.GRADLE, "junit": log_jvm.JUNIT,
     "phpunit": log_scripts.PHPUNIT, "rspec": log_scripts.RSPEC, "minitest": log_scripts.MINITEST,
     "test-unit": log_scripts.TESTUNIT}
 _ANY = {"js": log_js.ANY_JS}  # a summary of some runner of a language
@@ -39,12 +41,12 @@ NAMED: Mapping[str, tuple[Parser, tuple[str, ...]]] = {  # a set's name: its par
     **{name: (parser, ("pytest",)) for name, parser in log_python.NAMED.items()},
     "parse_log_django": (log_python.django_log, ("django",)), "parse_log_sympy": (log_python.sympy_log, ("sympy",)),
     "parse_combined_test_reports": (log_python.pytest_reports, ()), "swe-bench-pro": (log_python.pro_results, ()),
-    **log_js.NAMED, **log_native.NAMED, **log_jvm.NAMED, **log_scripts.NAMED,
+    **log_js_sets.NAMED, **log_native.NAMED, **log_jvm.NAMED, **log_scripts.NAMED,
     **{name: (parser, ()) for name, parser in log_other.NAMED.items()}}
 NAMES = (*RUNNERS, *NAMED)
 
-_TIMING = re.compile(r"\s*(?:\[\s*\d+(?:\.\d+)?\s*m?s\s*\]|\(\s*\d+(?:\.\d+)?\s*m?s\s*\)|\s+in\s+\d+(?:\.\d+)?\s+(?:msec|sec))"
-                     r"\s*$")
+_TIMING = re.compile(r"\s*(?:\[\s*\d+(?:\.\d+)?\s*m?s\s*\]|\(\s*\d+(?:\.\d+)?\s*m?s\s*\)|"
+                     r"\s+in\s+\d+(?:\.\d+)?\s+(?:msec|sec))\s*$")
 
 
 @dataclass(frozen=True)

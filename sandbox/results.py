@@ -25,7 +25,8 @@ class Lookup:
 
     def __call__(self, test: str) -> str | None:
         """The exact name decides. Else the name without its timing; else, for an id cut off inside its parameters
-        (more `[` than `]`), all ids that begin so; both only if all candidates agree. None: not there, or they do not."""
+        (more `[` than `]`), all ids that begin so; both only if all candidates agree. None: no candidate, or a
+        disagreement."""
         if test in self.status or test.strip() in self.status:
             return self.status.get(test) or self.status[test.strip()]
         found = self.timeless.get(timeless(test.strip()), set())

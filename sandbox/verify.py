@@ -39,9 +39,10 @@ class Verdict:
 
     resolved: every FAIL_TO_PASS and PASS_TO_PASS test passed and nothing contradicts it. valid: False when the
     evaluation itself failed. reason: one line, "" when resolved. status: test id -> PASSED, FAILED, ERROR, SKIPPED,
-    XFAIL, XPASS. failed_f2p, failed_p2p: the expected tests that did not pass (missing ones too). disputed: those that
-    passed by the task's own parser and not by the stricter reading. log: the test command's whole output. touched: the paths in the patch; reverted: those of them that were left out (tests and
-    test infrastructure). exit_code: the test command's; None when it did not run. seconds: wall clock.
+    XFAIL, XPASS. failed_f2p, failed_p2p: the expected tests that did not pass (missing ones too). disputed: those
+    that passed by the task's own parser and not by the stricter reading. log: the test command's whole output.
+    touched: the paths in the patch; reverted: those of them that were left out (tests and test infrastructure).
+    exit_code: the test command's; None when it did not run. seconds: wall clock.
     """
 
     resolved: bool

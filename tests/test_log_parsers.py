@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import json
 import random
 import re
 import sys
@@ -148,7 +149,7 @@ def test_a_time_is_no_part_of_a_name(test, name):
 
 SAME_BUT_TIMES = {"parse_log_react_pdf", "parse_log_gradle_custom", "parse_log_phpunit"}  # grading looks past times
 TELLS_MORE = {"parse_log_sympy", "parse_log_immutable_js", "parse_log_jekyll"}  # ours also reads other sets' form
-SEEDS = """PASSED tests/a.py::t[a b]|PASSED tests/a.py::t[/tmp/x/y.txt]|FAILED tests/a.py::t[/tmp/x/y.txt] - assert 'a - b'
+SEEDS = """PASSED tests/a.py::t[a b]|PASSED tests/a.py::t[/tmp/x/y.txt]|FAILED tests/a.py::t[/tmp/x/y] - assert 'a - b'
 tests/a.py::t2 PASSED|tests/a.py::t3[a b] FAILED|SKIPPED [1] tests/a.py:3: why|XFAIL tests/a.py::x - bug|FAILED [ 50%]
 test_x (mod.Case) ... ok|test_y (mod.Case) ... FAIL|A docstring here ... ok|test_q (mod.Case) ... some output|ok
 FAIL: test_y (mod.Case)|__________ sympy/core/tests/test_x.py:test_thing __________|test_baz E|test_foo ok
@@ -183,9 +184,10 @@ def swebench_parsers() -> dict:
 
 
 def test_the_parsers_that_swebench_names_agree_with_it_on_real_and_on_shuffled_lines(capsys):
-    lines = [line for path in sorted(LOGS.glob("*.txt")) for line in clean(path.read_text(errors="replace")).split("\n")]
+    texts = [clean(path.read_text(errors="replace")) for path in sorted(LOGS.glob("*.txt"))]
+    lines = [line for text in texts for line in text.split("\n")]
     rng, spice = random.Random(0), re.split(r"[|\n]", SEEDS)
-    texts = [clean(path.read_text(errors="replace")) for path in sorted(LOGS.glob("*.txt"))] + [SEEDS.replace("|", "\n")]
+    texts += [SEEDS.replace("|", "\n")]
     texts += ["\n".join(rng.choice(lines if i % 2 else spice) for _ in range(rng.randint(1, 30))) for i in range(60)]
     compared = 0
     for name, theirs in swebench_parsers().items():
@@ -207,23 +209,21 @@ def test_the_parsers_that_swebench_names_agree_with_it_on_real_and_on_shuffled_l
 
 
 def test_every_parser_that_swebench_multilingual_and_verified_use_is_here():
-    multimodal = {"bpmn_js", "carbon", "eslint", "grommet", "highlightjs", "lighthouse", "next", "openlayers", "prismjs",
-                  "quarto_cli", "chart_js", "marked", "p5js"}
+    multimodal = {"bpmn_js", "carbon", "eslint", "grommet", "highlightjs", "lighthouse", "next", "openlayers",
+                  "prismjs", "quarto_cli", "chart_js", "marked", "p5js"}
     assert {name for name in swebench_parsers() if name not in NAMED} == {f"parse_log_{name}" for name in multimodal}
 
 
-def test_the_command_prints_json_and_says_what_is_wrong_in_one_line(tmp_path, monkeypatch, capsys):
-    import json
-
-    import train
+def test_the_command_prints_json_and_says_what_is_wrong_in_one_line(capsys):
+    import train  # torch
 
     command = ["--stage", "parse-log", "--parser"]
     assert train.main([*command, "parse_log_cargo", "--input", str(LOGS / "cargo_test.txt")]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out) == {"tests::fails": F, "tests::nested::deep": P, "tests::ok": P}
     assert err == "stricter reading: a summary by cargo: 3 passed; 0 passes not confirmed\n"
-    for wrong, says in ((["parse_log_crago"], "did you mean parse_log_cargo?"), (["go"], "go finds no test in this log"),
-                        (["--parser"], "expected one argument")):
+    for wrong, says in ((["parse_log_crago"], "did you mean parse_log_cargo?"),
+                        (["go"], "go finds no test in this log"), (["--parser"], "expected one argument")):
         with pytest.raises(SystemExit) as ended:
             train.main([*command, *wrong, "--input", str(LOGS / "cargo_test.txt")])
         out, err = capsys.readouterr()

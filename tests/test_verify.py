@@ -175,7 +175,8 @@ def test_exit_zero_although_an_unexpected_test_failed_is_a_contradiction():
     verdict = verify(task, patch, open_local)
     assert not verdict.resolved and "exit status is 0" in verdict.reason
     assert verify(task, worked("echo '#' >> src/words.py"), open_local).resolved  # a failure outside the lists
-    masked = replace(task, install_config=task.install_config | {"test_cmd": task.install_config["test_cmd"] + "; true"})
+    command = task.install_config["test_cmd"] + "; true"
+    masked = replace(task, install_config=task.install_config | {"test_cmd": command})
     assert verify(masked, worked("echo '#' >> src/words.py"), open_local).resolved  # the command's status says nothing
 
 
