@@ -98,7 +98,8 @@ def _check(row: Mapping[str, Any]) -> None:
     try:
         check_parser(parser)
     except ValueError as problem:
-        raise ValueError(f"install_config.log_parser: {problem}") from None
+        near = str(problem).partition("; ")[2].partition(" (")[0]
+        raise ValueError(f"install_config.log_parser = {parser!r} must be a known log parser; {near}") from None
     files = row.get("files") or {}
     for path, text in files.items():
         if not isinstance(text, str):
