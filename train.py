@@ -31,6 +31,7 @@ from oprd.core.objective import Distillation, Objective, PolicyGradient
 from oprd.core.plan import (chat_of, check_fits, check_groups, check_oprd, check_recipe, data_file, describe, done,
                             per_task, random_model, refresh_steps, stage_folder, starting_point, total_steps,
                             write_settings)
+from oprd.core.score import target_logprobs
 from oprd.core.settings import Config
 from oprd.core.tokenizer import train_bpe
 from oprd.core.trainer import Plan, Stopped, Trainer
@@ -40,14 +41,14 @@ from oprd.rollout import recordings
 from oprd.rollout.annotate import annotate, inputs
 from oprd.rollout.annotate import table as annotation_table
 from oprd.rollout.attempts import Outcome
-from oprd.rollout.evaluate import Report, attempts_at, evaluate, table
+from oprd.rollout.evaluate import Passes, Report, attempts_at, evaluate, reminders_table, table
 from oprd.rollout.groups import GroupPolicy, GroupSettings, outcome_rewards
 from oprd.rollout.grm import judge_all
 from oprd.rollout.harness import Harness
 from oprd.rollout.native import NativeEngine
 from oprd.rollout.records import Keeper
 from oprd.rollout.rft import Filtration, FiltrationSettings
-from oprd.rollout.road import EachAlone, Road, Teacher
+from oprd.rollout.road import Road, Routed, Teacher
 from oprd.rollout.teach import OutcomeRouting
 from oprd.sandbox.box import Broke
 from oprd.sandbox.task import read_tasks
@@ -143,6 +144,7 @@ def on_policy(stage: str, parts: Callable) -> Callable:
         harness.sweep()
         trainer = Trainer(plan, folder, start, resume)
         write_settings(config, folder, stage, resume)
+        harness.score = lambda rows: target_logprobs(trainer.teacher, rows, config.train.micro_batch_tokens)
         engine = native_engine(config, trainer.model, trainer.step)
         keep, per_step = Keeper(config.rollout.record, chat), config.train.batch // n
         road = Road(lambda step: [tasks[order[step * per_step + i]] for i in range(per_step)], n,
@@ -174,8 +176,8 @@ def oprd_parts(config: Config, steps: int, harness: Harness, start: Path) -> tup
     plan = Plan(steps, config.train, Objective(o.lambda_success, o.lambda_failure, o.aggregate, o.denominator),
                 Distillation(o.top_k, o.temperature, o.direction, o.support), teacher=True,
                 shared=o.refresh == "shared", refresh=refresh_steps(config, steps), bf16=config.run.precision == "bf16")
-    teach = OutcomeRouting(harness.reminded, harness.chat.reminder, most, o.routing, o.without_reminder)
-    return plan, EachAlone(teach, harness.each)
+    teach = OutcomeRouting(harness.chat.reminder, most, o.routing, o.without_reminder)
+    return plan, Routed(teach, harness.reminders)
 
 
 def rl_parts(config: Config, steps: int, harness: Harness, start: Path) -> tuple[Plan, Teacher]:
@@ -204,7 +206,7 @@ def evaluation(config: Config, load, resume: bool) -> None:
     """Resolution rate of one model without reminders, as a table and in TensorBoard."""
     start, _ = starting_point(config, "eval")
     report = evaluate_model(config, start, Path(config.run.folder) / "eval", start.parent.name)
-    print(table([(str(start), report)]))
+    print_report([(str(start), report)])
 
 
 def everything(config: Config, load, resume: bool) -> None:
@@ -222,10 +224,9 @@ def everything(config: Config, load, resume: bool) -> None:
         folder = stage_folder(config, stage) / "eval"
         kept = Report.load(folder) if resume else None  # of this very model: a stage that is done stays as it is
         reports.append((label, kept or evaluate_model(load("eval"), model, folder, label)))
-        print(table(reports[-1:]), flush=True)
-    text = table(reports)
-    (Path(config.run.folder) / "table.txt").write_text(text + "\n", encoding="utf-8")
-    print("\n" + text)
+        print_report(reports[-1:])
+    print()
+    (Path(config.run.folder) / "table.txt").write_text(print_report(reports) + "\n", encoding="utf-8")
 
 
 STAGE = {"microswe": make_microswe, "pretrain": sft("pretrain"), "coding-sft": sft("coding-sft"),
@@ -242,7 +243,7 @@ def annotation(config: Config, options) -> None:
     check_free(options.output)
     harness, found, lines, asked = Harness(config, chat=None), [], [], []
     for file in inputs(options.input):
-        for line, seen in annotate(file, harness.rubric, harness.judge):
+        for line, seen in annotate(file, harness.rubric, harness.audit, harness.each):
             lines.append({"file": file.name, **line})
         found.append(seen)
         asked.append(harness.judge_counts())
@@ -292,7 +293,7 @@ def evaluate_model(config: Config, path: Path, folder: Path, name: str) -> Repor
     harness, engine = Harness(config, chat), native_engine(config, hf.load(path), 0)
     harness.sweep()
     attempts = attempts_at(tasks, e.attempts, config.run.seed, "eval")
-    bar = Progress(len(attempts) * (2 if e.following else 1), name=f"eval {name}")
+    bar = Progress(len(attempts) * (2 if e.following else 1), name=f"eval {name}")  # and the retries
     outcomes: list[Outcome] = []
 
     def done(outcome: Outcome) -> None:
@@ -300,7 +301,8 @@ def evaluate_model(config: Config, path: Path, folder: Path, name: str) -> Repor
         bar.advance({})
 
     try:
-        report = evaluate(attempts, harness.pool(engine, e), harness.events, harness.remind() if e.following else None,
+        passes = Passes(harness.reminding if e.following else None, harness.globals if e.retry else None)
+        report = evaluate(attempts, harness.pool(engine, e), lambda judged: harness.each(harness.events, judged), passes,
                           done)
     finally:
         engine.close()
@@ -313,6 +315,12 @@ def evaluate_model(config: Config, path: Path, folder: Path, name: str) -> Repor
         log.write(number, {metric: Last(value) for metric, value in scalars.items()})
     report.save(folder)
     return report
+
+
+def print_report(rows: list[tuple[str, Report]]) -> str:
+    text = "\n\n".join(part for part in (table(rows), reminders_table(rows)) if part)
+    print(text, flush=True)
+    return text
 
 
 def attempt_seed(*parts: int) -> int:

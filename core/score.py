@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from oprd.core import sources
+from oprd.core.types import Row
 from oprd.kernels.cross_entropy import token_nll
 
 
@@ -26,6 +27,25 @@ def logprobs(model, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
     at = (~last).nonzero().squeeze(1)
     values = -token_nll(hidden[at], model.head_weight, ids[at + 1])
     return list(values.split([n - 1 for n in lengths]))
+
+
+@torch.inference_mode()
+def target_logprobs(model, rows: Sequence[Row], token_budget: int) -> list[np.ndarray]:
+    """log p of every target of every row, float64 [len(row.targets)] each; rows are packed up to token_budget tokens."""
+    found: list[np.ndarray] = []
+    while len(found) < len(rows):
+        first, tokens, end = len(found), 0, len(found)
+        while end < len(rows) and (end == first or tokens + len(rows[end].ids) <= token_budget):
+            tokens += len(rows[end].ids)
+            end += 1
+        some = rows[first:end]
+        starts = np.cumsum([0, *(len(row.ids) for row in some)])
+        ids = torch.from_numpy(np.concatenate([row.ids for row in some]))
+        at = torch.from_numpy(np.concatenate([row.targets + start for row, start in zip(some, starts)]))
+        hidden = model.hidden(ids, torch.tensor(starts, dtype=torch.int32))
+        values = -token_nll(hidden[at - 1], model.head_weight, ids[at])
+        found += [part.double().numpy() for part in values.split([len(row.targets) for row in some])]
+    return found
 
 
 def score_lines(model, lines: Sequence[dict[str, Any]], token_budget: int) -> Iterator[dict[str, Any]]:

@@ -9,9 +9,9 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 STAGES = ("microswe", "pretrain", "coding-sft", "if-sft", "oprd", "rl", "rft", "eval", "all", "score", "export",
-          "annotate", "match-rules", "behaviours", "parse-log")
-FILES = {"input": ("score", "annotate", "match-rules", "behaviours", "parse-log"),  # option: stages that take it
-         "output": ("score", "export", "annotate"),
+          "annotate", "if-data", "match-rules", "behaviours", "parse-log")
+FILES = {"input": ("score", "annotate", "if-data", "match-rules", "behaviours", "parse-log"),  # option: its stages
+         "output": ("score", "export", "annotate", "if-data"),
          "parser": ("parse-log",)}
 
 
@@ -135,6 +135,11 @@ class Reminders(Section):
     family_cap: int = Field(4, ge=0, description="most contextual reminders of one family in a trajectory (paper: 1)")
     rubric: str = Field("", description="a rubric file of your own, on top of ours")
     budget: int = Field(4, ge=0, description="most local reminders in one trajectory (the paper does not say)")
+    control: Literal["none", "placebo", "withheld"] = Field(
+        "none", description="what is shown instead of a reminder: another task's (placebo), or nothing (withheld)")
+    utility: Literal["off", "measure", "filter"] = Field(
+        "off", description="oprd: how far each local reminder moves the teacher at the bad step; filter drops the rest")
+    min_utility: float = Field(0.0, description="utility = filter: nats a local reminder must move the teacher by")
 
 
 class OPRD(Section):
@@ -231,6 +236,16 @@ class Eval(Section):
     temperature: float = Field(1.0, ge=0, description="sampling temperature (the paper evaluates at 1.0)")
     top_p: float = Field(0.95, gt=0, le=1, description="nucleus sampling (the paper evaluates at 0.95)")
     following: bool = Field(False, description="also insert reminders while running and count how many are followed")
+    mode: Literal["passive", "active"] = Field(
+        "passive", description="following: reminders after the observation, or after a probe of the next action")
+    retry: bool = Field(False, description="also attempt failed tasks afresh with the Global Reminder in sight")
+
+
+class IFData(Section):
+    sources: tuple[Literal["given", "unaided", "retry", "plain"], ...] = Field(
+        ("given", "unaided", "retry"), description="stage if-data: kinds of rows to make (docs/reminders.md)")
+    per_category: int = Field(0, ge=0, description="most rows of one reminder category; 0: all")
+    only_resolved: bool = Field(False, description="take rows from attempts only that pass the hidden tests")
 
 
 class Config(Section):
@@ -249,3 +264,4 @@ class Config(Section):
     rft: RFT = RFT()
     verifier: Verifier = Verifier()
     eval: Eval = Eval()
+    if_data: IFData = IFData()

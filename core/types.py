@@ -87,6 +87,7 @@ class Turn:
     observation: the tool's answer; None when the conversation ended with this turn (submit included).
     replayed: sampled in an earlier attempt and executed again at the beginning of this one: context, never a target.
     state: hash of the sandbox after the observation (`sandbox/repo.py`), where such a turn may be compared; else "".
+    probe: active mode only: the text of the reply that was thrown away for this one, which read a reminder.
     """
 
     context_ids: tuple[int, ...]
@@ -100,6 +101,7 @@ class Turn:
     observation: Observation | None = None
     replayed: bool = False
     state: str = ""
+    probe: str = ""
 
 
 @dataclass(frozen=True)

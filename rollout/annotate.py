@@ -1,20 +1,24 @@
 """Diagnostic annotation (paper, section 2.2 and Figures 1 and 7): which process errors finished attempts show.
 
-Events are found by the reminders' own detectors, hard rules first and the judge second; a fine category counts once in
-an attempt, its coarse class comes from the rubric. Rates are events in 100 attempts.
+Events are found by the hard rules first and by an audit of the whole attempt second; a fine category counts once in an
+attempt, its coarse class comes from the rubric. Rates are events in 100 attempts.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import Any, Iterator, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
+from oprd.rollout.audit import Audit
 from oprd.rollout.events import Event, count_by_category, count_by_class, error_events
-from oprd.rollout.judge import Judge
-from oprd.rollout.records import read_records
+from oprd.rollout.records import read_records, reminder_free
 from oprd.rollout.rubric import CLASSES, Rubric
 from oprd.rollout.tables import columns
+
+AT_ONCE = 256  # attempts held in memory
+CHECKPOINTS = ("base", "coding-sft", "if-sft", "oprd")  # folders of a run, in the order of the recipe
 
 
 @dataclass
@@ -46,25 +50,42 @@ class Annotation:
             "annotate/attempts": self.attempts}
 
 
-def annotate(path: Path, rubric: Rubric, judge: Judge) -> Iterator[tuple[dict[str, Any], Annotation]]:
-    """One line for one attempt of a file, with the running Annotation: {"id", "task_id", "resolved", "events"}."""
-    found = Annotation(path.stem)
-    for row, trajectory in read_records(path):
-        events = error_events(row["statement"], trajectory, rubric, judge)
-        found.found.append(events)
-        found.judged += row["resolved"] is not None
-        found.resolved += bool(row["resolved"])
-        yield {"id": row["id"], "task_id": row["task_id"], "resolved": row["resolved"],
-               "events": [asdict(event) for event in events]}, found
+def annotate(path: Path, rubric: Rubric, audit: Audit,
+             each: Callable[[Callable, Sequence], list] = lambda do, items: [do(item) for item in items],
+             ) -> Iterator[tuple[dict[str, Any], Annotation]]:
+    """One line for one attempt of a file, with the running Annotation: {"id", "task_id", "resolved", "events"}. Attempts
+    that ran with reminders are left out: their errors are not the policy's own. each: does several at once."""
+    found = Annotation(name_of(path))
+    free = ((row, trajectory) for row, trajectory in read_records(path) if reminder_free(row))
+    while some := list(islice(free, AT_ONCE)):
+        events_of = each(lambda one: error_events(one[0]["statement"], one[1], rubric, audit), some)
+        for (row, _), events in zip(some, events_of):
+            found.found.append(events)
+            found.judged += row["resolved"] is not None
+            found.resolved += bool(row["resolved"])
+            yield {"id": row["id"], "task_id": row["task_id"], "resolved": row["resolved"],
+                   "events": [asdict(event) for event in events]}, found
+
+
+def name_of(path: Path) -> str:
+    """What a file is called in a table: the folder of its stage, where it is a run's, and its own name."""
+    if path.parent.name != "attempts":
+        return path.stem
+    stage = path.resolve().parent.parent
+    return f"{(stage.parent if stage.name == 'eval' else stage).name}/{path.stem}"
 
 
 def inputs(path: str | Path) -> list[Path]:
-    """The files to annotate: one, or all .jsonl files of a folder by name. FileNotFoundError; ValueError: none there."""
+    """The files to annotate: one, or all .jsonl files of a folder by name, or the newest evaluation of every checkpoint
+    of a run's folder. FileNotFoundError; ValueError: none there."""
     place = Path(path)
     if place.is_dir():
-        files = sorted(place.glob("*.jsonl"))
+        newest = [max(folder.glob("*.jsonl"), default=None) for folder in
+                  (place / stage / "eval" / "attempts" for stage in CHECKPOINTS)]
+        files = sorted(place.glob("*.jsonl")) or [file for file in newest if file]
         if not files:
-            raise ValueError(f"{place}: holds no .jsonl file of attempts")
+            raise ValueError(f"{place}: holds no .jsonl file of attempts, nor evaluations of "
+                             f"{', '.join(CHECKPOINTS)}")
         return files
     if not place.is_file():
         raise FileNotFoundError(f"{place}: no such file or folder")

@@ -9,13 +9,14 @@ from __future__ import annotations
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Callable, Sequence
 
 from oprd.core.chat import Chat
 from oprd.core.types import Reminder, Trajectory, Turn
-from oprd.rollout.agent import AgentLimits, Diverged, Remind, converse
+from oprd.rollout.agent import AgentLimits, Diverged, Reminding, converse
 from oprd.rollout.engine import Engine, Sampling
+from oprd.rollout.select import Dropped
 from oprd.sandbox.box import Broke, Sandbox
 from oprd.sandbox.repo import extract_patch
 from oprd.sandbox.task import Task
@@ -29,7 +30,8 @@ class Attempt:
     """One try at a task. `id` is unique in the run and names the conversation; `seed` decides its samples.
 
     group: attempts that are compared with each other (the same task and beginning); origin: why it was asked for
-    (`task`, or what `rollout/prefix.py` adds); prefix: turns of an earlier attempt that it begins with.
+    (`task`, or what `rollout/prefix.py` adds); prefix: turns of an earlier attempt that it begins with; start: a retry
+    that sees this Global Reminder all along.
     """
 
     id: str
@@ -38,13 +40,15 @@ class Attempt:
     group: str = ""
     origin: str = "task"
     prefix: tuple[Turn, ...] = ()
+    start: Reminder | None = None
 
 
 @dataclass(frozen=True)
 class Outcome:
     """How an attempt went. `trouble` is None when it was judged: then trajectory and verdict are there. Else it names
     why it was not (`infra_sandbox`, `infra_verifier`: the machine failed; `invalid_verdict`: the grading cannot be
-    trusted; `replay_diverged`: its prefix led elsewhere), and the attempt must not train."""
+    trusted; `replay_diverged`: its prefix led elsewhere), and the attempt must not train. given, dropped, probes: see agent.Talk. mode: how the agent was reminded
+    while it ran (free, passive, active)."""
 
     attempt: Attempt
     trajectory: Trajectory | None = None
@@ -52,6 +56,9 @@ class Outcome:
     patch: bytes = b""
     verdict: Verdict | None = None
     trouble: str | None = None
+    dropped: tuple[Dropped, ...] = ()
+    probes: int = 0
+    mode: str = "free"
 
 
 class Attempts:
@@ -63,7 +70,7 @@ class Attempts:
         self.limits, self.sampling = limits, sampling
         self.workers, self.verifiers, self.retries = workers, verifiers, retries
 
-    def run(self, attempts: Sequence[Attempt], remind: Remind | None = None,
+    def run(self, attempts: Sequence[Attempt], reminding: Reminding | None = None,
             on_done: Callable[[Outcome], None] = lambda outcome: None) -> list[Outcome]:
         """Run all attempts; `on_done` hears of each as it is judged (from worker threads, one at a time).
 
@@ -90,7 +97,7 @@ class Attempts:
                     if item is None:
                         return
                     try:
-                        graded[item[0]] = verifier.submit(grade, self._attempt(item[1], remind))
+                        graded[item[0]] = verifier.submit(grade, self._attempt(item[1], reminding))
                     except BaseException:
                         stop.set()
                         raise
@@ -113,18 +120,20 @@ class Attempts:
             raise Broke(f"none of {len(outcomes)} attempts could be judged ({outcomes[0].trouble} first)")
         return outcomes
 
-    def _attempt(self, attempt: Attempt, remind: Remind | None) -> Outcome:
+    def _attempt(self, attempt: Attempt, reminding: Reminding | None) -> Outcome:
+        mode = "free" if reminding is None else "active" if reminding.active else "passive"
         for _ in range(self.retries + 1):
             try:
                 with self.open_box(attempt.task) as box:
-                    trajectory, given = converse(attempt.id, attempt.task, self.engine, self.chat, box, self.limits,
-                                                 self.sampling, attempt.seed, remind, attempt.prefix)
-                    return Outcome(attempt, trajectory, given, extract_patch(box))
+                    talk = converse(attempt.id, attempt.task, self.engine, self.chat, box, self.limits, self.sampling,
+                                    attempt.seed, reminding, attempt.prefix, attempt.start)
+                    return Outcome(attempt, talk.trajectory, talk.given, extract_patch(box), dropped=talk.dropped,
+                                   probes=talk.probes, mode=mode)
             except Broke:
                 continue
             except Diverged:
-                return Outcome(attempt, trouble="replay_diverged")
-        return Outcome(attempt, trouble="infra_sandbox")
+                return Outcome(attempt, trouble="replay_diverged", mode=mode)
+        return Outcome(attempt, trouble="infra_sandbox", mode=mode)
 
     def _grade(self, outcome: Outcome) -> Outcome:
         if outcome.trouble:
@@ -135,6 +144,5 @@ class Attempts:
                 verdict = verify(o.attempt.task, o.patch, self.open_box, self.limits.tests_s)
             except Broke:
                 continue
-            return Outcome(o.attempt, o.trajectory, o.given, o.patch, verdict,
-                           None if verdict.valid else "invalid_verdict")
-        return Outcome(o.attempt, o.trajectory, o.given, o.patch, trouble="infra_verifier")
+            return replace(o, verdict=verdict, trouble=None if verdict.valid else "invalid_verdict")
+        return replace(o, trouble="infra_verifier")

@@ -1,29 +1,45 @@
-"""Evaluation: the resolution rate of a policy without reminders, and the errors it makes, per reminder class."""
+"""Evaluation: the resolution rate of a policy without reminders, and the errors it makes, per reminder class; then, if
+asked for, the same attempts with reminders while they run, and the failed ones afresh with a Global Reminder."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Callable, Mapping, Sequence
+from typing import Callable, Iterable, Mapping, Sequence
 
-from oprd.core.types import Reminder
+from oprd.rollout.agent import Reminding
 from oprd.rollout.attempts import Attempt, Attempts, Outcome
-from oprd.rollout.follow import followed
+from oprd.rollout.events import Event, count_by_class
+from oprd.rollout.following import Following, following
+from oprd.rollout.following import table as following_table
+from oprd.rollout.rubric import CLASSES
 from oprd.rollout.tables import columns
+from oprd.rollout.teach import Reminded
 from oprd.sandbox.task import Task
 
-CLASSES = ("R1", "R2", "R3", "R4")
+RETRY = 500_009  # seeds of retries stand this far from those of first attempts
+
+
+@dataclass(frozen=True)
+class Retry:
+    """Failed attempts made afresh with their Global Reminder. failed: judged and not resolved the first time; eligible:
+    those with a reminder to begin with; judged, resolved: of these. ineligible: the others, by reason."""
+
+    failed: int
+    eligible: int
+    judged: int
+    resolved: int
+    ineligible: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Report:
     """One evaluated policy. Rates are over judged attempts; attempts - judged were dropped (a machine's failure).
 
-    events: errors by class, each fine category at most once a trajectory. inserted, followed: reminders shown at run
-    time and those whose next turn did what they ask, by class; empty when not measured. resolved_reminded: the
-    resolution rate with those reminders."""
+    events: errors by class, each fine category at most once a trajectory. reminded: what became of reminders in a
+    second pass over the tasks, None when not measured; retry: the failed ones once more, None when not asked for."""
 
     attempts: int
     judged: int
@@ -31,9 +47,8 @@ class Report:
     events: Mapping[str, int]
     endings: Mapping[str, int]
     tokens: float
-    inserted: Mapping[str, int]
-    followed: Mapping[str, int]
-    resolved_reminded: float | None = None
+    reminded: Following | None = None
+    retry: Retry | None = None
 
     @property
     def rate(self) -> float:
@@ -41,8 +56,7 @@ class Report:
 
     @property
     def following(self) -> float | None:
-        total = sum(self.inserted.values())
-        return sum(self.followed.values()) / total if total else None
+        return self.reminded.rate if self.reminded else None
 
     def save(self, folder: Path) -> None:
         """Write `report.json`, aside and renamed."""
@@ -54,7 +68,11 @@ class Report:
     def load(folder: Path) -> "Report | None":
         """What `save` wrote, or None."""
         file = folder / "report.json"
-        return Report(**json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
+        if not file.is_file():
+            return None
+        report = Report(**json.loads(file.read_text(encoding="utf-8")))
+        return replace(report, reminded=Following(**report.reminded) if report.reminded else None,
+                       retry=Retry(**report.retry) if report.retry else None)
 
     def scalars(self) -> dict[str, float]:
         """Flat names for the log."""
@@ -62,12 +80,10 @@ class Report:
                  "eval/dropped": self.attempts - self.judged, "eval/tokens_per_attempt": self.tokens}
         found |= {f"eval/error_events_{c}": n / max(1, self.judged) for c, n in self.events.items()}
         found |= {f"eval/ending_{e}": n / max(1, self.judged) for e, n in self.endings.items()}
-        for c, n in self.inserted.items():
-            if n:
-                found[f"eval/following_rate_{c}"] = self.followed.get(c, 0) / n
-        if self.following is not None:
-            found["eval/following_rate"] = self.following
-            found["eval/resolution_rate_reminded"] = self.resolved_reminded
+        found |= self.reminded.scalars() if self.reminded else {}
+        if self.retry:
+            found |= {f"retry/{name}": n for name, n in asdict(self.retry).items() if name != "ineligible"}
+            found |= {"retry/resolution_rate": self.retry.resolved / self.retry.judged} if self.retry.judged else {}
         return found
 
 
@@ -77,36 +93,50 @@ def attempts_at(tasks: Sequence[Task], n: int, seed: int, tag: str) -> list[Atte
             for t, task in enumerate(tasks) for i in range(n)]
 
 
-def evaluate(attempts: Sequence[Attempt], pool: Attempts, events: Callable[[Outcome], Mapping[str, int]],
-             remind=None, on_done=lambda outcome: None) -> Report:
-    """Run the attempts without reminders; with `remind`, a second time with reminders inserted while they run."""
+@dataclass(frozen=True)
+class Passes:
+    """What follows the reminder-free pass. reminding: of its outcomes, how the second pass is reminded; globals: of the
+    failed ones, the Global Reminders of the third; None: no such pass."""
+
+    reminding: Callable[[Sequence[Outcome]], Reminding] | None = None
+    globals: Callable[[Sequence[Outcome]], Sequence[Reminded]] | None = None
+
+
+def evaluate(attempts: Sequence[Attempt], pool: Attempts, events: Callable[[Sequence[Outcome]], Iterable[Sequence[Event]]],
+             passes: Passes = Passes(), on_done=lambda outcome: None) -> Report:
+    """Run the attempts without reminders, count their error events, and make the passes asked for."""
     outcomes = pool.run(attempts, on_done=on_done)
     judged = [o for o in outcomes if not o.trouble]
-    counts: Counter = Counter({c: 0 for c in CLASSES})
-    for outcome in judged:
-        counts.update(events(outcome))
-    inserted, obeyed, rate = {}, {}, None
-    if remind is not None:
-        again = [Attempt(f"{a.id}/reminded", a.task, a.seed) for a in attempts]
-        reminded = [o for o in pool.run(again, remind, on_done) if not o.trouble]
-        inserted, obeyed = following_counts(reminded)
-        rate = sum(o.verdict.resolved for o in reminded) / max(1, len(reminded))
+    counts = count_by_class(events(judged))
+    reminding, reminded, retry = None, None, None
+    if passes.reminding:
+        reminding = passes.reminding(outcomes)
+        again = [replace(a, id=f"{a.id}/reminded") for a in attempts]
+        reminded = following(pool.run(again, reminding, on_done))
+    if passes.globals:
+        retry = _retry([o for o in judged if not o.verdict.resolved], pool, passes.globals, reminding, on_done)
     tokens = sum(o.trajectory.tokens() for o in judged) / max(1, len(judged))
-    return Report(len(outcomes), len(judged), sum(o.verdict.resolved for o in judged), dict(counts),
-                  dict(Counter(o.trajectory.ending.value for o in judged)), tokens, inserted, obeyed, rate)
+    return Report(len(outcomes), len(judged), sum(o.verdict.resolved for o in judged), counts,
+                  dict(Counter(o.trajectory.ending.value for o in judged)), tokens, reminded, retry)
 
 
-def following_counts(outcomes: Sequence[Outcome]) -> tuple[dict[str, int], dict[str, int]]:
-    """(inserted, followed) by class. A reminder counts as inserted when a turn was sampled after it."""
-    inserted: Counter = Counter({c: 0 for c in CLASSES})
-    obeyed: Counter = Counter({c: 0 for c in CLASSES})
-    for outcome in outcomes:
-        turns = outcome.trajectory.turns
-        for reminder in outcome.given:
-            if (k := reminder.turn + 1) < len(turns):
-                inserted[reminder.class_] += 1
-                obeyed[reminder.class_] += followed(reminder, turns[: k], turns[k])
-    return dict(inserted), dict(obeyed)
+def _retry(failed: Sequence[Outcome], pool: Attempts, globals_: Callable, reminding: Reminding | None, on_done) -> Retry:
+    found = list(zip(failed, globals_(failed), strict=True))
+    again = [Attempt(f"{o.attempt.id}/retry", o.attempt.task, o.attempt.seed + RETRY, (r.control or r).global_)
+             for o, r in found if r.global_]  # a control may withhold it: then the retry is just another try
+    judged = [o for o in (pool.run(again, reminding, on_done) if again else []) if not o.trouble]
+    why = Counter(d.reason for _, r in found if not r.global_ for d in r.dropped)
+    return Retry(len(failed), len(again), len(judged), sum(o.verdict.resolved for o in judged), dict(why))
+
+
+def reminders_table(rows: Sequence[tuple[str, Report]]) -> str:
+    """The passes with reminders, of the reports that have them; empty when none has."""
+    told = [(name, r.reminded) for name, r in rows if r.reminded]
+    retried = [[name, f"{r.retry.eligible}/{r.retry.failed}", f"{r.retry.resolved}/{r.retry.judged}"]
+               for name, r in rows if r.retry]
+    parts = [following_table(told)] if told else []
+    parts += [columns([["failed attempts again", "with a Global Reminder", "resolved"], *retried])] if retried else []
+    return "\n\n".join(parts)
 
 
 def table(rows: Sequence[tuple[str, Report]]) -> str:

@@ -1,6 +1,6 @@
 """Error events: which process errors a finished trajectory shows, for the tables of eval and annotate.
 
-The same detectors as the reminders (hard rules first, the judge second) with other counting: no caps and no budget,
+The same categories as the reminders (hard rules first, an audit second) with other counting: no caps and no budget,
 but each category at most once in a trajectory. Its coarse class comes from the rubric. A reminder of phase
 `before_edit` warns in time; an error it is only when the next call edits all the same, which an audit may look at.
 """
@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Iterable
 
 from oprd.core.types import Trajectory
-from oprd.rollout.judge import Case, Judge
+from oprd.rollout.audit import Audit
+from oprd.rollout.judge import Candidate, Case
 from oprd.rollout.rubric import CLASSES, Rubric
-from oprd.rollout.select import SelectSettings, boundaries, contextual_candidates, hard_candidates, unsupported
+from oprd.rollout.select import SelectSettings, boundaries, hard_candidates, unsupported
 from oprd.rollout.toolresult import kind_of
 
 
@@ -28,13 +29,16 @@ class Event:
     evidence: str
 
 
-def error_events(statement: str, trajectory: Trajectory, rubric: Rubric, judge: Judge,
+def error_events(statement: str, trajectory: Trajectory, rubric: Rubric, audit: Audit,
                  settings: SelectSettings = SelectSettings()) -> tuple[Event, ...]:
     """The events of one trajectory in turn order; settings' scopes, budget and family cap play no part."""
     events: dict[str, Event] = {}
+    contextual: dict[int, list[Candidate]] = {}
+    for k, candidate in audit(statement, trajectory):
+        contextual.setdefault(k, []).append(candidate)
     for k, turns in boundaries(trajectory):
         case = Case(statement, turns)
-        for candidate in [*hard_candidates(case, rubric), *contextual_candidates(case, judge)]:
+        for candidate in [*hard_candidates(case, rubric), *contextual.get(k, ())]:
             if candidate.category in events or unsupported(candidate, case, rubric, settings):
                 continue
             if rubric[candidate.category].phase != "before_edit" or _edits(trajectory, k + 1):

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
-from typing import Callable, Mapping, Sequence, TypeVar
+from contextlib import ExitStack, closing
+from typing import Callable, Sequence, TypeVar
 
 from oprd.core.chat import Chat
+from oprd.core.types import Reminder
 from oprd.core.settings import Config, Eval, Rollout
-from oprd.rollout.agent import AgentLimits, Remind
+from oprd.rollout import utility
+from oprd.rollout.agent import AgentLimits, Remind, Reminding
 from oprd.rollout.ask import Asker, EngineChat, asker_of
 from oprd.rollout.attempts import Attempts, OpenBox, Outcome
+from oprd.rollout.audit import Audit, ModelAudit, each_boundary
 from oprd.rollout.controller import ControlSettings
+from oprd.rollout.controls import Placebo, controlled, pool_of
 from oprd.rollout.engine import Engine, Sampling
 from oprd.rollout.evidence_judge import EvidenceJudge
-from oprd.rollout.events import count_by_class, error_events
-from oprd.rollout.global_reminder import global_reminder
+from oprd.rollout.events import Event, error_events
+from oprd.rollout.global_reminder import CATEGORY, global_reminder, ineligible
 from oprd.rollout.grm import GRM, OWN, Item, ModelGRM, load_items
 from oprd.rollout.judge import Judge, NoJudge
 from oprd.rollout.model_judge import ModelJudge
@@ -23,7 +27,7 @@ from oprd.rollout.prefix import PrefixSampling, PrefixSettings
 from oprd.rollout.rubric import MICRO, Rubric, load_rubric
 from oprd.rollout.scripted import ScriptedJudge
 from oprd.rollout.scripted_grm import ScriptedGRM
-from oprd.rollout.select import SelectSettings, annotate_trajectory, remind
+from oprd.rollout.select import Dropped, SelectSettings, annotate_trajectory, decide, remind
 from oprd.rollout.teach import Reminded
 from oprd.rollout.verifier import verifier_asker
 from oprd.sandbox.box import Limits
@@ -53,8 +57,10 @@ class Harness:
         if r.judge == "model":
             self.asker = asker_of(config, chat)
             self.judge = ModelJudge(self.rubric, self.asker)
+        self.audit: Audit = ModelAudit(self.rubric, self.asker) if self.asker else each_boundary(self.judge)
         scopes = tuple(name for name, on in (("global", r.global_), ("local", r.local)) if on)
         self.rewarder: Asker | None = None  # whom the rewards ask, if anybody
+        self.score: utility.Score | None = None  # the teacher's log-probabilities; handed in by who has a model
         self.selection = SelectSettings(budget=r.budget, family_cap=r.family_cap, classes=r.classes, off=r.disabled,
                                         scopes=scopes)
 
@@ -95,23 +101,88 @@ class Harness:
                                              p.kinds, p.adaptive, control, p.withdraw), n, steps)
 
     def remind(self) -> Remind:
-        """Reminders at run time: passive mode, one-shot."""
+        """Reminders beside a script: passive mode, one-shot."""
         return remind(self.rubric, self.judge, self.selection)
 
+    def reminding(self, free: Sequence[Outcome] = ()) -> Reminding:
+        """Reminders while agents run, in the mode and under the control of the settings. free: reminder-free attempts
+        at the same tasks, from whose reminders the placebo control draws."""
+        control, active = self.config.reminders.control, self.config.eval.mode == "active"
+        at = decide(self.rubric, self.judge, self.selection)
+        if control == "none":
+            return Reminding(at, active)
+        if control == "withheld":
+            return Reminding(at, active, lambda task, reminder: None)
+        placebo = self.placebo(free)
+
+        def shown(task, reminder):
+            other = placebo.instead(task.instance_id, reminder)
+            return other.text if other else None
+        return Reminding(at, active, shown)
+
+    def placebo(self, free: Sequence[Outcome]) -> Placebo:
+        """What finished, reminder-free attempts give to stand in the place of other tasks' reminders."""
+        judged = [o for o in free if not o.trouble]
+        return pool_of(zip([o.attempt.task.instance_id for o in judged], self.each(self.reminded, judged)))
+
     def reminded(self, outcome: Outcome) -> Reminded:
-        """The reminders of a finished attempt, for its teacher."""
+        """The reminders of one finished attempt, for its teacher, before any control."""
         task, trajectory = outcome.attempt.task, outcome.trajectory
-        local = annotate_trajectory(task.problem_statement, trajectory, self.rubric, self.judge, self.selection)
+        local = annotate_trajectory(task.problem_statement, trajectory, self.rubric, self.judge, self.selection,
+                                    unread=False)
+        whole, dropped = self.global_(outcome)
+        return Reminded(whole, local.reminders, local.dropped + dropped)
+
+    def global_(self, outcome: Outcome) -> tuple[Reminder | None, tuple[Dropped, ...]]:
+        """The Global Reminder of a finished attempt, or why there is none."""
+        if "global" not in self.selection.scopes:
+            return None, ()
+        if why := ineligible(outcome.verdict):
+            return None, (Dropped(CATEGORY, -1, why, "ineligible"),)
         evidence = [EvidenceJudge(self.asker)] if self.asker else []
-        whole = global_reminder(task, outcome.verdict, *evidence) if "global" in self.selection.scopes else None
-        return Reminded(whole, local.reminders)
+        return global_reminder(outcome.attempt.task, outcome.verdict, *evidence), ()
+
+    def globals(self, failed: Sequence[Outcome]) -> list[Reminded]:
+        """The Global Reminders of failed attempts that are made afresh, under the control of the settings."""
+        found = self.each(self.global_, failed)
+        tasks = [o.attempt.task.instance_id for o in failed]
+        return controlled(self.config.reminders.control, tasks, [Reminded(whole, {}, why) for whole, why in found])
+
+    def reminders(self, outcomes: Sequence[Outcome], wanted: Callable[[Outcome], bool]) -> list[Reminded | None]:
+        """What the teacher gets for each attempt that is `wanted`, the others None: found, measured with `self.score`
+        where the settings ask for utilities, and put under the settings' control."""
+        r, some = self.config.reminders, [o for o in outcomes if wanted(o)]
+        found = self.each(self.reminded, some)
+        if r.utility != "off":
+            least = r.min_utility if r.utility == "filter" else None
+            found = [utility.measured(reminded, o.trajectory, self.chat.reminder, self.score, least)
+                     for reminded, o in zip(found, some)]
+        ready = iter(controlled(r.control, [o.attempt.task.instance_id for o in some], found))
+        return [next(ready) if wanted(o) else None for o in outcomes]
 
     def each(self, do: Callable[[A], B], items: Sequence[A]) -> list[B]:
-        """`do` of every item, in order; at once where it waits for a judge that is a model."""
-        if self.asker is None:
+        """`do` of every item, in order; at once where it waits for a judge that is a model.
+
+        Who does which item is fixed beforehand, and an engine that judges is told of all the threads: in lock-step its
+        batches, and with them its answers, are then the same in every run.
+        """
+        n = min(self.config.reminders.judge_concurrency, len(items))
+        if self.asker is None or n == 0:
             return [do(item) for item in items]
-        with ThreadPoolExecutor(self.config.reminders.judge_concurrency) as pool:
-            return list(pool.map(do, items))
+        judge = self.asker.completer
+        engine = judge.engine if isinstance(judge, EngineChat) else None
+        announced = [ExitStack() for _ in range(n)]
+        for stack in announced if engine else ():
+            stack.enter_context(engine.worker())
+
+        def work(first: int) -> list[B]:
+            with announced[first]:
+                return [do(item) for item in items[first::n]]
+
+        with ThreadPoolExecutor(n) as pool:
+            shares = [pool.submit(work, i) for i in range(n)]
+            done = [share.result() for share in shares]
+        return [done[i % n][i // n] for i in range(len(items))]
 
     def judge_counts(self) -> dict[str, int]:
         """What became of the questions to a judge that is a model since the last call, by metric name."""
@@ -126,7 +197,6 @@ class Harness:
         self.rewarder = verifier_asker(self.config, self.chat)
         return items, ModelGRM(items, self.rewarder, v.votes, v.retries)
 
-    def events(self, outcome: Outcome) -> Mapping[str, int]:
-        """Error events of a finished attempt by class, each fine category at most once."""
-        found = error_events(outcome.attempt.task.problem_statement, outcome.trajectory, self.rubric, self.judge)
-        return count_by_class([found])
+    def events(self, outcome: Outcome) -> tuple[Event, ...]:
+        """Error events of a finished attempt, each fine category at most once."""
+        return error_events(outcome.attempt.task.problem_statement, outcome.trajectory, self.rubric, self.audit)

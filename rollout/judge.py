@@ -19,16 +19,25 @@ SLOT_TEXTS = {"path": "the named path", "target": "the named case", "name": "a s
 
 
 @dataclass(frozen=True)
+class Probe:
+    """Active mode: the action that the model would take next, sampled and never executed. None: it held no call."""
+
+    call: ToolCall | None
+
+
+@dataclass(frozen=True)
 class Case:
     """What is visible right after observation k = len(turns) - 1.
 
     turns: (call, observation) of every turn so far; the call is None where the reply held no well-formed one.
     inserted: the local reminders inserted at earlier boundaries of this conversation.
+    probe: active mode only; it decides whether a reminder is needed and is then forgotten.
     """
 
     statement: str
     turns: tuple[tuple[ToolCall | None, Observation], ...]
     inserted: tuple[Reminder, ...] = ()
+    probe: Probe | None = None
 
     @cached_property
     def results(self) -> tuple[ToolResult | None, ...]:
@@ -49,6 +58,11 @@ class Case:
     def edited(self) -> bool:
         """Whether any successful edit is visible, taken back or not."""
         return any(r and r.kind == "edit" and not r.failed for r in self.results)
+
+    @cached_property
+    def planned(self) -> ToolResult | None:
+        """The probe's call as a result that says nothing."""
+        return tool_result(self.probe.call, Observation("")) if self.probe and self.probe.call else None
 
     @cached_property
     def looks_back(self) -> bool:

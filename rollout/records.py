@@ -1,12 +1,16 @@
 """Attempts on the disk, one JSON line each: what people read, and what `--stage annotate` reads back.
 
-    {"id", "group", "origin", "task_id", "statement", "ending", "resolved", "trouble", "fate", "reward", "notes",
-     "turns": [...], "given": [...], "local": [...], "global": {...} or null, "patch"}
+    {"id", "group", "origin", "task_id", "statement", "ending", "resolved", "trouble", "mode", "fate", "reward", "notes",
+     "turns": [...], "start", "given": [...], "dropped": [...], "probes",
+     "teacher": {"local": [...], "global", "dropped": [...], "read"} or null, "patch"}
 
-A turn is {"context": text before it, "reminder": text that it alone saw, "reply": what was sampled, "call", "problem",
-"observation": {"output", "exit_code", "is_error"}, "replayed"}. Reminders are {"category", "class", "text", "evidence",
-"turn", "confidence"}: `given` were inserted while the agent ran, `local` and `global` are the teacher's. With ids also
-"context_ids", "sampled_ids", "logprobs" and "version" of every turn.
+A turn is {"context": text before it, "reminder": text that it alone saw, "reply": what was sampled, "content",
+"reasoning", "call", "problem", "observation": {"output", "exit_code", "is_error"}, "replayed", "probe": text of a reply
+that was thrown away for this one}. Reminders are {"category", "class", "text", "evidence", "turn", "confidence"}: `start`
+is the Global Reminder of a retry, `given` were chosen while the agent ran; the teacher's have a "utility" where it was
+measured, and "read" is what it read instead, under a control. `dropped` are candidates {"category", "turn", "gate",
+"reason"}. mode: how the agent was reminded: free, passive or active. With ids also "context_ids", "sampled_ids",
+"logprobs" and "version" of every turn.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from oprd.core.chat import Chat
 from oprd.core.types import Ending, Observation, Reminder, ToolCall, Trajectory, Turn
 from oprd.rollout.attempts import Outcome
 from oprd.core.disk import write_jsonl
-from oprd.rollout.teach import Lesson
+from oprd.rollout.teach import Lesson, Reminded
 from oprd.sandbox.jsonl import read_jsonl
 
 
@@ -32,12 +36,12 @@ def record(outcome: Outcome, chat: Chat, lesson: Lesson | None = None, ids: bool
         "task_id": task.instance_id, "statement": task.problem_statement,
         "ending": trajectory.ending.value if trajectory else None,
         "resolved": verdict.resolved if verdict and not outcome.trouble else None, "trouble": outcome.trouble,
-        "fate": lesson.fate if lesson else None, "reward": lesson.reward if lesson else None,
+        "mode": outcome.mode, "fate": lesson.fate if lesson else None, "reward": lesson.reward if lesson else None,
         "notes": dict(lesson.notes) if lesson else {},
         "turns": [_turn(turn, chat, ids) for turn in trajectory.turns] if trajectory else [],
-        "given": [_reminder(r) for r in outcome.given],
-        "local": [_reminder(r) for r in reminders.local.values()] if reminders else [],
-        "global": _reminder(reminders.global_) if reminders and reminders.global_ else None,
+        "start": _reminder(outcome.attempt.start) if outcome.attempt.start else None,
+        "given": [_reminder(r) for r in outcome.given], "dropped": [asdict(d) for d in outcome.dropped],
+        "probes": outcome.probes, "teacher": _teacher(reminders) if reminders else None,
         "patch": outcome.patch.decode("utf-8", "replace"),
     }
 
@@ -57,6 +61,15 @@ class Keeper:
         write_jsonl(path, [record(outcome, self.chat, lesson, self.what == "ids") for outcome, lesson in pairs])
 
 
+def reminder_free(row: Mapping[str, Any]) -> bool:
+    """Whether a recorded attempt is one of the policy alone."""
+    return row.get("mode", "free") == "free" and not row.get("start") and not row["given"]
+
+
+def read_reminder(row: Mapping[str, Any]) -> Reminder:
+    return Reminder(row["category"], row["class"], row["text"], row["evidence"], row["turn"], row["confidence"])
+
+
 def read_records(path: str | Path) -> Iterator[tuple[dict[str, Any], Trajectory]]:
     """The attempts of a file that have a conversation, one at a time. FileNotFoundError; ValueError names the line."""
     for where, row in read_jsonl(path):
@@ -69,12 +82,13 @@ def read_records(path: str | Path) -> Iterator[tuple[dict[str, Any], Trajectory]
 
 
 def _turn(turn: Turn, chat: Chat, ids: bool) -> dict[str, Any]:
-    text, seen = chat.tokenizer.decode, turn.observation
+    text, seen, reply = chat.tokenizer.decode, turn.observation, chat.parse(turn.sampled_ids)
     made = {
         "context": text(turn.context_ids), "reminder": text(turn.reminder_ids) or None, "reply": turn.text,
+        "content": reply.content, "reasoning": reply.reasoning,
         "call": {"name": turn.call.name, "arguments": dict(turn.call.arguments)} if turn.call else None,
         "problem": turn.problem, "observation": asdict(seen) if seen else None,
-        "replayed": turn.replayed,
+        "replayed": turn.replayed, "probe": turn.probe or None,
     }
     if ids:
         made |= {"context_ids": list(turn.context_ids), "sampled_ids": list(turn.sampled_ids),
@@ -87,12 +101,20 @@ def _reminder(r: Reminder) -> dict[str, Any]:
             "confidence": r.confidence}
 
 
+def _teacher(reminded: Reminded) -> dict[str, Any]:
+    local = [_reminder(r) | ({"utility": reminded.utility[k]} if k in reminded.utility else {})
+             for k, r in reminded.local.items()]
+    return {"local": local, "global": _reminder(reminded.global_) if reminded.global_ else None,
+            "dropped": [asdict(d) for d in reminded.dropped],
+            "read": _teacher(reminded.control) if reminded.control else None}
+
+
 def _trajectory(row: Mapping[str, Any]) -> Trajectory:
     """A recorded conversation without its ids: what reminders and annotation look at."""
     turns = tuple(
         Turn((), (), text=t["reply"], problem=t["problem"],
              call=ToolCall(t["call"]["name"], t["call"]["arguments"]) if t["call"] else None,
-             observation=Observation(**t["observation"]) if t["observation"] else None,
-             replayed=t.get("replayed", False))
+        "mode": outcome.mode, "fate": lesson.fate if lesson else None, "reward": lesson.reward if lesson else None,
+        "notes": dict(lesson.notes) if lesson else {},
         for t in row["turns"])
     return Trajectory(row["id"], row["task_id"], turns, (), Ending(row["ending"]))

@@ -13,7 +13,7 @@ from oprd.core.types import Example
 from oprd.rollout import prefix
 from oprd.rollout.attempts import Attempt, Outcome
 from oprd.rollout.prefix import PrefixSampling
-from oprd.rollout.teach import Forgetful, Lesson, fates
+from oprd.rollout.teach import Forgetful, Lesson, OutcomeRouting, fates, gates
 from oprd.rollout.teach import measured as measured_rollouts
 from oprd.sandbox.task import Task
 
@@ -41,16 +41,16 @@ class Teacher(Protocol):
     def recall(self, memory: Any) -> None: ...
 
 
-class EachAlone(Forgetful):
-    """A Teacher that looks at every attempt by itself (`teach`), through `each` (see Harness.each)."""
+class Routed(Forgetful):
+    """A Teacher that looks at every attempt by itself (`teach`), with its reminders (see Harness.reminders)."""
 
-    def __init__(self, teach: Callable[[Outcome], Lesson], each: Callable):
-        self._teach, self._each = teach, each
+    def __init__(self, teach: OutcomeRouting, reminders: Callable):
+        self._teach, self._reminders = teach, reminders
         self.rewards: list[float | None] = []
 
     def __call__(self, outcomes: Sequence[Outcome]) -> list[Lesson]:
         self.rewards = [None if o.trouble else float(o.verdict.resolved) for o in outcomes]
-        return self._each(self._teach, outcomes)
+        return list(map(self._teach, outcomes, self._reminders(outcomes, self._teach.distils)))
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,7 @@ class Road:
         self.keep(step, outcomes, lessons)
         means = {**measured_rollouts(outcomes, lessons), **self.teach.measured()}
         sums = {f"fate/{name}": n for name, n in fates(lessons).items()} | {"rollout/attempts": len(attempts)}
+        sums |= {f"reminders/dropped_{gate}": n for gate, n in gates(lessons).items()}
         if self.steer:
             means |= prefix.measured(outcomes, self.teach.rewards)
             self.steer.observe(step, outcomes, self.teach.rewards)

@@ -60,7 +60,7 @@ class ScriptedJudge:
         ask, proposed = read_statement(case.statement), []
         if case.latest is None:
             return []
-        for detect in DETECTORS:
+        for detect in DETECTORS + (PROBE_DETECTORS if case.planned else ()):
             for name, confidence, evidence, slots in detect(case, ask):
                 if name in self.rubric:
                     known = {"path": ask.path, "target": ask.target}
@@ -135,6 +135,45 @@ def _wrapping_up(case: Case, ask: Ask) -> Found:
         yield "diff_wrapup_format_test", 0.93, f"no test has run since the edit at turn {case.edits[-1]}", {}
 
 
+def _plans_wrong_file(case: Case, ask: Ask) -> Found:
+    """The probe would take another source file than the one the task names: edit it, or read it first."""
+    path = case.planned.file
+    if ask.path is None or path is None or same_file(path, ask.path) or TEST_FILE.search(path):
+        return
+    if case.planned.kind == "edit" or not any(r and same_file(r.file, ask.path) for r in case.results):
+        yield "named_path_over_neighbor", 0.95, f"the task names {ask.path}; the next action takes {path}", {}
+
+
+def _plans_unread_edit(case: Case, ask: Ask) -> Found:
+    """The probe would edit although the statement points at tests and none was run or read."""
+    if not ask.tests or case.edited or case.planned.kind != "edit":
+        return
+    if not any(r and (is_test(r) or TEST_FILE.search(r.file or "")) for r in case.results):
+        yield "read_failing_test_first", 0.95, "the statement points at tests; the next action edits", {}
+
+
+def _plans_wrong_branch(case: Case, ask: Ask) -> Found:
+    """The probe would edit the named file at another condition or function than the statement's."""
+    edit = case.planned
+    if edit.kind != "edit" or not same_file(edit.file, ask.path) or not ask.function:
+        return
+    old = str(edit.arguments.get("old_string", ""))
+    conditions, definitions = CONDITION.findall(old), DEFINITION.findall(old)
+    if ask.literal and conditions and ask.literal not in conditions:
+        yield "one_condition_repair", 0.95, f"the next edit is anchored at {conditions[-1]!r}", {}
+    elif definitions and ask.function not in definitions:
+        yield "one_condition_repair", 0.95, f"the next edit is anchored at {definitions[-1]}", {}
+
+
+def _plans_unchecked_end(case: Case, ask: Ask) -> Found:
+    """The probe would submit, and no test has run since the last edit."""
+    if case.planned.kind == "submit" and case.edits and not any(
+            r and is_test(r) for r in case.results[case.edits[-1]:]):
+        yield "diff_wrapup_format_test", 0.95, f"the next action ends; no test since turn {case.edits[-1]}", {}
+
+
+PROBE_DETECTORS: tuple[Callable[[Case, Ask], Found], ...] = (_plans_wrong_file, _plans_unread_edit,
+                                                             _plans_wrong_branch, _plans_unchecked_end)
 DETECTORS: tuple[Callable[[Case, Ask], Found], ...] = (_wrong_file, _test_not_read, _wrong_branch, _failed_check,
                                                        _edit_after_pass, _wrapping_up)
 

@@ -5,7 +5,8 @@ the gates in one order; what fails one is dropped with the gate's reason, and wh
 
 Where the paper is silent: a "case" is one conversation; repeated texts are removed among contextual reminders, since
 a hard rule's text is always its rubric's (hard ones repeat only with another error signature); one reminder at most
-at a boundary, hard before contextual, then by confidence; hard rules have no family cap but share the budget.
+at a boundary, hard before contextual, then by confidence; hard rules have no family cap but share the budget. In
+active mode a candidate that the probe follows already is not needed, and a probe that submits is completion evidence.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from dataclasses import dataclass
 from typing import Callable, Iterator, Mapping, Sequence
 
 from oprd.core.types import Observation, Reminder, ToolCall, Trajectory
-from oprd.rollout.judge import Candidate, Case, Judge
+from oprd.rollout.follow import check
+from oprd.rollout.judge import Candidate, Case, Judge, Probe
 from oprd.rollout.rubric import CLASSES, Category, Rubric
 from oprd.rollout.toolresult import is_validation
 
 SCOPES = ("global", "local")
+Gate = tuple[str, str]  # the gate's name, and why it dropped a candidate
 
 
 @dataclass(frozen=True)
@@ -47,11 +50,13 @@ class SelectSettings:
 
 @dataclass(frozen=True)
 class Dropped:
-    """A candidate that a gate dropped at the boundary after observation `turn`."""
+    """A candidate that a gate dropped at the boundary after observation `turn` (-1: the Global Reminder). gate: one word
+    to count by; reason: the whole story."""
 
     category: str
     turn: int
     reason: str
+    gate: str
 
 
 @dataclass(frozen=True)
@@ -77,18 +82,21 @@ def select(case: Case, rubric: Rubric, judge: Judge, settings: SelectSettings = 
     hard, dropped = _choose(hard_candidates(case, rubric), case, rubric, settings)
     if hard:
         return Selection(hard, dropped)
-    if len(case.inserted) >= settings.budget:  # nothing could be inserted: a judge that costs is not asked
-        return Selection(None, dropped)
+    if len(case.inserted) >= settings.budget or not any(_possible(c, case, rubric, settings) for c in rubric.contextual):
+        return Selection(None, dropped)  # nothing could be inserted: a judge that costs is not asked
     soft, more = _choose(contextual_candidates(case, judge), case, rubric, settings)
     return Selection(soft, dropped + more)
 
 
 def annotate_trajectory(statement: str, trajectory: Trajectory, rubric: Rubric, judge: Judge,
-                        settings: SelectSettings = SelectSettings()) -> Annotation:
-    """Post hoc, every boundary of a finished trajectory; the decision at k sees turns 0..k and nothing later."""
+                        settings: SelectSettings = SelectSettings(), unread: bool = True) -> Annotation:
+    """Post hoc, every boundary of a finished trajectory; the decision at k sees turns 0..k and nothing later. unread:
+    also at the last one, if no turn follows that could read a reminder."""
     reminders: dict[int, Reminder] = {}
     dropped: list[Dropped] = []
     for k, turns in boundaries(trajectory):
+        if not unread and k + 1 == len(trajectory.turns):
+            break
         chosen = select(Case(statement, turns, tuple(reminders.values())), rubric, judge, settings)
         dropped += chosen.dropped
         if chosen.reminder:
@@ -96,11 +104,18 @@ def annotate_trajectory(statement: str, trajectory: Trajectory, rubric: Rubric, 
     return Annotation(reminders, tuple(dropped))
 
 
-def remind(rubric: Rubric, judge: Judge, settings: SelectSettings = SelectSettings()) -> Callable:
-    """The run-time use (passive mode): (task, visible turns, reminders given) -> reminder for the next turn."""
-    def at(task, visible: Sequence[tuple[ToolCall | None, Observation]], given: Sequence[Reminder]) -> Reminder | None:
-        return select(Case(task.problem_statement, tuple(visible), tuple(given)), rubric, judge, settings).reminder
+def decide(rubric: Rubric, judge: Judge, settings: SelectSettings = SelectSettings()) -> Callable:
+    """The run-time use (agent.Decide): (task, visible turns, reminders given, probe or None) -> Selection."""
+    def at(task, visible: Sequence[tuple[ToolCall | None, Observation]], given: Sequence[Reminder],
+           probe: Probe | None = None) -> Selection:
+        return select(Case(task.problem_statement, tuple(visible), tuple(given), probe), rubric, judge, settings)
     return at
+
+
+def remind(rubric: Rubric, judge: Judge, settings: SelectSettings = SelectSettings()) -> Callable:
+    """The same beside a script (agent.Remind): (task, visible turns, reminders given) -> reminder for the next turn."""
+    at = decide(rubric, judge, settings)
+    return lambda task, visible, given: at(task, visible, given).reminder
 
 
 def boundaries(trajectory: Trajectory) -> Iterator[tuple[int, tuple[tuple[ToolCall | None, Observation], ...]]]:
@@ -131,39 +146,55 @@ def signature(category: str, evidence: str) -> str:
     return f"{category}: {' '.join(re.sub(r'[0-9]+', '#', evidence.lower()).split())}"
 
 
-def unsupported(candidate: Candidate, case: Case, rubric: Rubric, settings: SelectSettings) -> str | None:
+def unsupported(candidate: Candidate, case: Case, rubric: Rubric, settings: SelectSettings) -> Gate | None:
     """The gates that look at the case alone: known, switched on, sure enough, in its phase."""
     if candidate.category not in rubric:
-        return "unknown category"
+        return "unknown", "unknown category"
     category = rubric[candidate.category]
     if category.class_ not in settings.classes or category.name in settings.off:
-        return "switched off"
+        return "off", "switched off"
     if candidate.confidence < settings.confidence:
-        return f"confidence {candidate.confidence:.2f} below {settings.confidence:.2f}"
-    return None if in_phase(category, case) else f"phase {category.phase} is not visible"
+        return "confidence", f"confidence {candidate.confidence:.2f} below {settings.confidence:.2f}"
+    return None if in_phase(category, case) else ("phase", f"phase {category.phase} is not visible")
 
 
-def too_much(candidate: Candidate, case: Case, rubric: Rubric, settings: SelectSettings) -> str | None:
+def too_much(candidate: Candidate, case: Case, rubric: Rubric, settings: SelectSettings) -> Gate | None:
     """The gates that look at what was inserted before."""
     category = rubric[candidate.category]
     families = [rubric[r.category].family for r in case.inserted if r.category in rubric]
     if not category.hard and families.count(category.family) >= settings.family_cap:
-        return f"family {category.family} is at its cap of {settings.family_cap}"
+        return "family_cap", f"family {category.family} is at its cap of {settings.family_cap}"
     if len(case.inserted) >= settings.budget:
-        return f"the case's budget of {settings.budget} is spent"
+        return "budget", f"the case's budget of {settings.budget} is spent"
     if not category.hard and _plain(candidate.text) in {_plain(r.text) for r in case.inserted}:
-        return "the same text was inserted before"
+        return "repeated_text", "the same text was inserted before"
     given = {signature(r.category, r.evidence) for r in case.inserted}
     if category.hard and signature(category.name, candidate.evidence) in given:
-        return "the same error was answered before"
+        return "same_error", "the same error was answered before"
     return None
+
+
+def unneeded(candidate: Candidate, case: Case) -> Gate | None:
+    """Active mode: the gate for what the probe does unasked."""
+    if case.probe is None:
+        return None
+    reminder = Reminder(candidate.category, "", candidate.text, candidate.evidence, len(case.turns) - 1)
+    does = check(reminder, case.results, case.planned, executed=False).followed
+    return ("unneeded", "the probe already does what it asks") if does else None
 
 
 def in_phase(category: Category, case: Case) -> bool:
     """Whether the phase a category needs is visible."""
     if category.phase == "validation":
-        return case.latest is not None and (is_validation(case.latest) or case.looks_back)
+        ends = case.edited and case.planned is not None and case.planned.kind == "submit"
+        return case.latest is not None and (is_validation(case.latest) or case.looks_back or ends)
     return category.phase == "any" or case.edited == (category.phase == "after_edit")
+
+
+def _possible(category: Category, case: Case, rubric: Rubric, settings: SelectSettings) -> bool:
+    """Whether a contextual category could pass the gates that do not depend on what a judge says."""
+    sure = Candidate(category.name, "", "", 1.0)
+    return not (unsupported(sure, case, rubric, settings) or too_much(sure, case, rubric, settings))
 
 
 def _choose(candidates: Sequence[Candidate], case: Case, rubric: Rubric,
@@ -171,11 +202,12 @@ def _choose(candidates: Sequence[Candidate], case: Case, rubric: Rubric,
     """The first candidate that passes every gate, and why the others did not."""
     k, chosen, dropped = len(case.turns) - 1, None, []
     for candidate in candidates:
-        reason = unsupported(candidate, case, rubric, settings) or too_much(candidate, case, rubric, settings)
-        if reason is None and chosen is not None:
-            reason = f"{chosen.category} is inserted at this boundary"
-        if reason is not None:
-            dropped.append(Dropped(candidate.category, k, reason))
+        gate = (unsupported(candidate, case, rubric, settings) or too_much(candidate, case, rubric, settings)
+                or unneeded(candidate, case))
+        if gate is None and chosen is not None:
+            gate = "outranked", f"{chosen.category} is inserted at this boundary"
+        if gate is not None:
+            dropped.append(Dropped(candidate.category, k, gate[1], gate[0]))
             continue
         chosen = Reminder(candidate.category, rubric[candidate.category].class_, candidate.text, candidate.evidence, k,
                           candidate.confidence)

@@ -8,6 +8,7 @@ from typing import Any, Callable, Mapping, Sequence
 
 from oprd.core.types import Example, Reminder
 from oprd.rollout.attempts import Outcome
+from oprd.rollout.select import Dropped
 from oprd.rollout.views import student_example, teacher_view
 
 Encode = Callable[[str], tuple[int, ...]]
@@ -15,10 +16,16 @@ Encode = Callable[[str], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Reminded:
-    """The reminders a finished attempt gets for its teacher: `local[k]` was fired by observation k."""
+    """The reminders of a finished attempt for its teacher: `local[k]` was fired by observation k.
+
+    dropped: candidates that a gate dropped. utility: k -> nats by which the local reminder moves the teacher, where that
+    was measured. control: what the teacher reads instead (controls.py); None: these."""
 
     global_: Reminder | None
     local: Mapping[int, Reminder]
+    dropped: tuple[Dropped, ...] = ()
+    utility: Mapping[int, float] = field(default_factory=dict)
+    control: "Reminded | None" = None
 
 
 @dataclass(frozen=True)
@@ -43,23 +50,28 @@ class OutcomeRouting:
     and teacher together cannot read within `most_tokens` (one micro-batch) is dropped.
     """
 
-    def __init__(self, remind: Callable[[Outcome], Reminded], encode: Encode, most_tokens: int, routing: bool = True,
-                 without_reminder: str = "drop"):
-        self.remind, self.encode, self.most_tokens = remind, encode, most_tokens
+    def __init__(self, encode: Encode, most_tokens: int, routing: bool = True, without_reminder: str = "drop"):
+        self.encode, self.most_tokens = encode, most_tokens
         self.routing, self.without_reminder = routing, without_reminder
 
-    def __call__(self, outcome: Outcome) -> Lesson:
+    def distils(self, outcome: Outcome) -> bool:
+        """Whether an attempt needs reminders: it is one to be distilled."""
+        return not outcome.trouble and not all(turn.replayed for turn in outcome.trajectory.turns) and not (
+            outcome.verdict.resolved and self.routing)
+
+    def __call__(self, outcome: Outcome, reminders: Reminded | None) -> Lesson:
+        """reminders: those of an attempt that `distils`."""
         if outcome.trouble:
             return Lesson(f"dropped_{outcome.trouble}")
         trajectory, source = outcome.trajectory, outcome.attempt.id
         if all(turn.replayed for turn in trajectory.turns):
             return Lesson("dropped_no_turn")
-        if outcome.verdict.resolved and self.routing:
+        if not self.distils(outcome):
             return Lesson("trained_success", student_example(trajectory, {"nll": 1.0}, "success", source=source))
-        reminders = self.remind(outcome)
         if not reminders.global_ and not reminders.local and self.without_reminder == "drop":
             return Lesson("dropped_no_reminder", reminders=reminders)
-        view = teacher_view(trajectory, self.encode, reminders.global_, reminders.local)
+        read = reminders.control or reminders
+        view = teacher_view(trajectory, self.encode, read.global_, read.local)
         example = student_example(trajectory, {"kl": 1.0}, "failure", view, source)
         if len(example.row.ids) + view.tokens() > self.most_tokens:
             return Lesson("dropped_too_long", reminders=reminders)
@@ -89,6 +101,11 @@ def fates(lessons: Sequence[Lesson]) -> Counter:
     return Counter(lesson.fate for lesson in lessons)
 
 
+def gates(lessons: Sequence[Lesson]) -> Counter:
+    """How many candidate reminders each gate dropped."""
+    return Counter(d.gate for lesson in lessons if lesson.reminders for d in lesson.reminders.dropped)
+
+
 def measured(outcomes: Sequence[Outcome], lessons: Sequence[Lesson]) -> dict[str, tuple[float, int]]:
     """Means of one step's rollouts, each as (total, count), by the name it has in the log."""
     judged = [o for o in outcomes if not o.trouble]
@@ -98,4 +115,6 @@ def measured(outcomes: Sequence[Outcome], lessons: Sequence[Lesson]) -> dict[str
             "rollout/tokens_per_attempt": (sum(o.trajectory.tokens() for o in judged), len(judged)),
             "oprd/local_reminders_per_failure": (sum(len(r.local) for r in reminded), len(reminded)),
             "oprd/global_reminders_per_failure": (sum(r.global_ is not None for r in reminded), len(reminded)),
+            "oprd/reminder_utility": (sum(sum(r.utility.values()) for r in reminded),
+                                      sum(len(r.utility) for r in reminded)),
             **{f"rollout/ending_{name}": (n, len(judged)) for name, n in endings.items()}}

@@ -12,9 +12,10 @@ from oprd.core.chat import Chat
 from oprd.core.tokenizer import train_bpe
 from oprd.core.types import Ending, Reminder, ToolCall
 from oprd.rollout import attempts as pool_module
-from oprd.rollout.agent import AgentLimits, converse
+from oprd.rollout.agent import AgentLimits, Reminding, converse
 from oprd.rollout.attempts import Attempt, Attempts
 from oprd.rollout.engine import Completion, Sampling
+from oprd.rollout.select import Dropped, Selection
 from oprd.rollout.views import rows_of, student_row
 from oprd.sandbox.box import Broke, Ran
 from oprd.sandbox.task import Task
@@ -77,10 +78,14 @@ def call(name, **arguments):
     return CHAT.assistant("", [ToolCall(name, arguments)])
 
 
+def holds(ids, part):
+    return any(ids[i : i + len(part)] == part for i in range(len(ids)))
+
+
 def play(*replies, limits=LIMITS, box=None, **more):
     engine = Engine(replies)
-    trajectory, given = converse("a", TASK, engine, CHAT, box or Box(), limits, SAMPLING, 5, **more)
-    return trajectory, given, engine
+    talk = converse("a", TASK, engine, CHAT, box or Box(), limits, SAMPLING, 5, **more)
+    return talk.trajectory, talk.given, engine
 
 
 def test_every_prompt_is_the_row_so_far_and_nothing_sampled_is_encoded_again():
@@ -151,7 +156,7 @@ def test_the_context_limit_is_never_passed_and_nothing_stands_after_the_last_sam
     for room in range(1, 120, 7):
         limits = LIMITS.__class__(**{**LIMITS.__dict__, "max_context_tokens": 40 + room})
         engine = Engine([first, first, first, first, first, first])
-        trajectory, _ = converse("a", TASK, engine, CHAT, Box(), limits, SAMPLING, 0)
+        trajectory = converse("a", TASK, engine, CHAT, Box(), limits, SAMPLING, 0).trajectory
         assert trajectory.tokens() <= limits.max_context_tokens
         if trajectory.ending is Ending.CONTEXT_LIMIT and trajectory.turns:
             row = student_row(trajectory)
@@ -168,20 +173,84 @@ def test_turn_limit_and_time_limit_end_an_attempt():
 
 def test_the_time_that_reminders_take_is_not_the_attempts():
     short = LIMITS.__class__(**{**LIMITS.__dict__, "attempt_s": 0.5})
-    slow = lambda task, visible, given: time.sleep(0.6)  # noqa: E731
-    assert play(call("bash", command="ls"), call("submit"), limits=short, remind=slow)[0].ending is Ending.SUBMITTED
+
+    def slow(task, visible, given, probe):
+        time.sleep(0.6)
+        return Selection(None)
+
+    played = play(call("bash", command="ls"), call("submit"), limits=short, reminding=Reminding(slow))
+    assert played[0].ending is Ending.SUBMITTED
 
 
 def test_a_run_time_reminder_is_read_by_the_next_turn_only():
-    def remind(task, visible, given):
-        return Reminder("c", "R1", "Look closer.", turn=len(visible) - 1) if len(visible) == 1 else None
-
-    trajectory, given, engine = play(call("read", path="a.py"), call("bash", command="ls"), call("submit"), remind=remind)
+    trajectory, given, engine = play(call("read", path="a.py"), call("bash", command="ls"), call("submit"),
+                                     reminding=Reminding(first_only))
     shown = CHAT.reminder("Look closer.")
-    holds = lambda ids: any(ids[i : i + len(shown)] == shown for i in range(len(ids)))  # noqa: E731
-    assert [holds(prompt) for _, prompt, _ in engine.prompts] == [False, True, False]
+    assert [holds(prompt, shown) for _, prompt, _ in engine.prompts] == [False, True, False]
     assert engine.prompts[1][1][-len(CHAT.generation_ids):] == CHAT.generation_ids
     assert len(given) == 1 and len(rows_of(trajectory)) == 2
+
+
+LOOK = Reminder("c", "R1", "Look closer.", turn=0)
+
+
+def first_only(task, visible, given, probe):
+    return Selection(LOOK if len(visible) == 1 else None, (Dropped("d", len(visible) - 1, "why", "gate"),))
+
+
+# --- active mode and controls at run time
+
+def asks_for_a_command(task, visible, given, probe):
+    """Needs a reminder where the probe reads again."""
+    needed = probe is not None and probe.call is not None and probe.call.name == "read"
+    return Selection(Reminder("c", "R1", "Look closer.", turn=len(visible) - 1) if needed else None)
+
+
+def test_an_active_reminder_throws_the_probe_away_and_the_action_is_sampled_anew_from_the_same_state():
+    again, other, end = call("read", path="b.py"), call("bash", command="ls"), call("submit")
+    engine = Engine([call("read", path="a.py"), again, other, end])
+    box = Box()
+    talk = converse("a", TASK, engine, CHAT, box, LIMITS, SAMPLING, 5, Reminding(asks_for_a_command, active=True))
+    prompts, shown = [prompt for _, prompt, _ in engine.prompts], CHAT.reminder("Look closer.")
+    generation = CHAT.generation_ids
+    assert prompts[2] == prompts[1][: -len(generation)] + shown + generation  # the same state and the reminder
+    turns = talk.trajectory.turns
+    assert [t.call.name for t in turns] == ["read", "bash", "submit"] and talk.probes == 2
+    assert turns[1].probe == CHAT.tokenizer.decode(again) and turns[1].reminder_ids == shown
+    assert turns[2].probe == "" and turns[2].reminder_ids == () and len(talk.given) == 1
+    # the probe is in no later prompt, and the reminder was read by one turn only
+    assert not holds(prompts[3], again) and not holds(prompts[3], shown) and holds(prompts[3], other)
+    assert len(set(engine.seeds)) == 4  # a rerolled action has a seed of its own
+
+
+def test_an_active_run_without_an_intervention_is_the_reminder_free_run():
+    replies = [call("bash", command="ls"), call("bash", command="pwd"), call("submit")]
+    free, active = Engine(replies), Engine(replies)
+    one = converse("a", TASK, free, CHAT, Box(), LIMITS, SAMPLING, 5)
+    other = converse("a", TASK, active, CHAT, Box(), LIMITS, SAMPLING, 5, Reminding(asks_for_a_command, active=True))
+    assert one.trajectory == other.trajectory and (free.prompts, free.seeds) == (active.prompts, active.seeds)
+    assert other.probes == 2 and other.given == ()
+
+
+def test_a_withheld_reminder_is_given_and_shown_to_nobody_and_another_text_can_stand_for_it():
+    replies = [call("bash", command="ls"), call("bash", command="pwd"), call("submit")]
+    free = converse("a", TASK, Engine(replies), CHAT, Box(), LIMITS, SAMPLING, 5)
+    held = converse("a", TASK, Engine(replies), CHAT, Box(), LIMITS, SAMPLING, 5,
+                    Reminding(first_only, shown=lambda task, reminder: None))
+    assert held.trajectory == free.trajectory and held.given == (LOOK,)
+    other = converse("a", TASK, Engine(replies), CHAT, Box(), LIMITS, SAMPLING, 5,
+                     Reminding(first_only, shown=lambda task, reminder: "Something else."))
+    assert other.trajectory.turns[1].reminder_ids == CHAT.reminder("Something else.") and other.given == (LOOK,)
+    assert [d.turn for d in other.dropped] == [0, 1]
+
+
+def test_a_retry_sees_the_global_reminder_after_the_task_in_every_turn():
+    whole = Reminder("test_outcome_feedback", "G", "Rejected: 1 failed.")
+    engine = Engine([call("bash", command="ls"), call("submit")])
+    talk = converse("a", TASK, engine, CHAT, Box(), LIMITS, SAMPLING, 5, start=whole)
+    beginning = CHAT.open("sys", "Fix it.") + CHAT.reminder(whole.text)
+    assert all(prompt[: len(beginning)] == beginning for _, prompt, _ in engine.prompts)
+    assert engine.prompts[0][1] == beginning + CHAT.generation_ids and len(rows_of(talk.trajectory)) == 1
 
 
 # --- the pool

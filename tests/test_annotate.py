@@ -1,6 +1,7 @@
 """Recorded attempts and their annotation: what is written reads back, and errors are counted by class and category."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from test_chat import TOKENIZERS
@@ -8,10 +9,12 @@ from test_events import AMBIGUOUS, FAILED, RUBRIC, STATEMENT, read
 
 from oprd.core.chat import Chat
 from oprd.core.types import Ending, Reminder, Trajectory, Turn
-from oprd.rollout.annotate import annotate, inputs, table
+from oprd.rollout.annotate import annotate, inputs, name_of, table
 from oprd.rollout.attempts import Attempt, Outcome
+from oprd.rollout.audit import each_boundary
 from oprd.rollout.records import Keeper, read_records
 from oprd.rollout.scripted import ScriptedJudge
+from oprd.rollout.select import Dropped
 from oprd.rollout.teach import Lesson, Reminded
 from oprd.sandbox.task import Task
 from oprd.sandbox.verify import Verdict
@@ -21,17 +24,19 @@ CHAT = Chat(TOKENIZERS["micro"])
 LOCAL = Reminder("hard_ambiguous_edit_old_string", "R1", "Retry with more lines.", "Found 2 matches", 0)
 
 
-def outcome(name, *turns, resolved=False, trouble=None):
+def outcome(name, *turns, resolved=False, trouble=None, given=(), mode="free"):
     if trouble:
         return Outcome(Attempt(name, TASK, 0), trouble=trouble)
     said = tuple(Turn(CHAT.open("s", "u"), CHAT.assistant("x"), (-1.0,), 3, text="x", call=call, observation=seen)
                  for call, seen in turns)
     talk = Trajectory(name, "t", said, CHAT.generation_ids, Ending.TURN_LIMIT)
-    return Outcome(Attempt(name, TASK, 0), talk, (LOCAL,), b"--- a\xff", Verdict(resolved))
+    return Outcome(Attempt(name, TASK, 0), talk, given, b"--- a\xff", Verdict(resolved), mode=mode)
 
 
 MANY = [outcome("b", AMBIGUOUS, FAILED), outcome("a", read("src/zuvo.py"), resolved=True),
         outcome("c", AMBIGUOUS, AMBIGUOUS), outcome("d", trouble="infra_sandbox")]
+REMINDED = [outcome("b/reminded", AMBIGUOUS, AMBIGUOUS, given=(LOCAL,), mode="passive"),
+            outcome("c/reminded", AMBIGUOUS, AMBIGUOUS, mode="active")]
 
 
 def test_attempts_are_written_by_id_and_read_back_as_conversations(tmp_path):
@@ -40,7 +45,7 @@ def test_attempts_are_written_by_id_and_read_back_as_conversations(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "x" / "step_00000.jsonl").read_text().splitlines()]
     assert [row["id"] for row in rows] == ["a", "b", "c", "d"]
     assert [row["resolved"] for row in rows] == [True, False, False, None]
-    assert rows[1]["fate"] == "trained_failure" and rows[1]["local"][0]["category"] == LOCAL.category
+    assert rows[1]["fate"] == "trained_failure" and rows[1]["teacher"]["local"][0]["category"] == LOCAL.category
     assert rows[1]["turns"][0]["context"] == CHAT.tokenizer.decode(CHAT.open("s", "u"))
     assert "sampled_ids" not in rows[1]["turns"][0] and rows[3]["turns"] == []
     back = [trajectory for _, trajectory in read_records(tmp_path / "x" / "step_00000.jsonl")]
@@ -53,12 +58,12 @@ def test_attempts_are_written_by_id_and_read_back_as_conversations(tmp_path):
 
 
 def test_annotation_counts_each_category_once_an_attempt_and_fixes_its_class(tmp_path):
-    Keeper("text", CHAT)(tmp_path / "later.jsonl", MANY)
+    Keeper("text", CHAT)(tmp_path / "later.jsonl", MANY + REMINDED)  # of which the policy's own are counted
     Keeper("text", CHAT)(tmp_path / "base.jsonl", MANY[:1])
     assert [f.name for f in inputs(tmp_path)] == ["base.jsonl", "later.jsonl"]
     found = []
     for file in inputs(tmp_path):
-        *_, (line, seen) = annotate(file, RUBRIC, ScriptedJudge(RUBRIC))
+        *_, (line, seen) = annotate(file, RUBRIC, each_boundary(ScriptedJudge(RUBRIC)))
         found.append(seen)
     assert (seen.attempts, seen.judged, seen.resolved) == (3, 3, 1)
     assert seen.events == {"hard_ambiguous_edit_old_string": 2}
@@ -93,3 +98,20 @@ def test_no_file_and_an_empty_folder_are_named(tmp_path):
         inputs(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="holds no .jsonl file"):
         inputs(tmp_path)
+
+
+def test_a_run_s_folder_means_the_newest_evaluation_of_every_checkpoint_in_the_recipe_s_order(tmp_path):
+    for stage, number in (("oprd", 0), ("base", 0), ("coding-sft", 0), ("coding-sft", 1)):
+        Keeper("text", CHAT)(tmp_path / stage / "eval" / "attempts" / f"eval_{number:05d}.jsonl", MANY[:1])
+    assert [name_of(f) for f in inputs(tmp_path)] == ["base/eval_00000", "coding-sft/eval_00001", "oprd/eval_00000"]
+
+
+def test_candidates_that_a_gate_dropped_are_recorded_with_their_reason(tmp_path):
+    late = Dropped("c", 3, "confidence 0.50 below 0.90", "confidence")
+    teacher = Reminded(None, {0: LOCAL}, (Dropped("test_outcome_feedback", -1, "the patch is empty", "ineligible"),),
+                       {0: 1.5}, control=Reminded(None, {}))
+    Keeper("text", CHAT)(tmp_path / "x.jsonl", [replace(MANY[0], dropped=(late,))], [Lesson("trained_failure", None, teacher)])
+    row = json.loads((tmp_path / "x.jsonl").read_text())
+    assert row["dropped"] == [{"category": "c", "turn": 3, "reason": "confidence 0.50 below 0.90", "gate": "confidence"}]
+    assert row["teacher"]["dropped"][0]["gate"] == "ineligible" and row["teacher"]["local"][0]["utility"] == 1.5
+    assert row["teacher"]["read"] == {"local": [], "global": None, "dropped": [], "read": None}

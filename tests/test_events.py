@@ -1,6 +1,7 @@
 """Error events: each category at most once in a trajectory, without the caps that reminders have."""
 
 from oprd.core.types import Ending, Observation, ToolCall, Trajectory, Turn
+from oprd.rollout.audit import each_boundary
 from oprd.rollout.events import count_by_category, count_by_class, error_events
 from oprd.rollout.rubric import MICRO, load_rubric
 from oprd.rollout.scripted import ScriptedJudge
@@ -26,7 +27,7 @@ FAILED = ToolCall("bash", {"command": "python check.py"}), Observation("FAIL tes
 def events(*turns, statement=STATEMENT, **settings):
     told = Trajectory("a", "t", tuple(Turn((1,), (2,), call=c, observation=o) for c, o in turns), (9,),
                       Ending.TURN_LIMIT)
-    return error_events(statement, told, RUBRIC, ScriptedJudge(RUBRIC), SelectSettings(**settings))
+    return error_events(statement, told, RUBRIC, each_boundary(ScriptedJudge(RUBRIC)), SelectSettings(**settings))
 
 
 def test_a_category_counts_once_at_its_first_turn_and_caps_play_no_part():

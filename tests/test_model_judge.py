@@ -97,8 +97,9 @@ def test_a_long_text_keeps_its_head_and_its_tail():
     assert text.startswith("head") and text.endswith("tail") and "9908 characters left out" in text and len(text) < 150
 
 
-def trajectory(turns):
+def trajectory(turns, submits=False):
     made = tuple(Turn((1,), (2,), call=call, observation=seen, text="SECRET") for call, seen in turns)
+    made += (Turn((1,), (2,), call=ToolCall("submit", {})),) if submits else ()
     return Trajectory("a", "t", made, (9,), Ending.SUBMITTED)
 
 
@@ -262,10 +263,10 @@ def test_a_harness_asks_the_endpoint_of_its_settings_and_its_counts_are_metrics(
 def test_a_failed_attempt_gets_its_reminders_from_the_model_and_from_the_patterns_where_it_says_nothing(tmp_path):
     task = generate(3, 0)
     verdict = Verdict(False, patch_applied=True, touched=("src/a.py",), failed_f2p=task.fail_to_pass, log="Killed")
-    outcome = Outcome(Attempt("a", task, 0), trajectory([READ]), verdict=verdict)
+    outcome = Outcome(Attempt("a", task, 0), trajectory([READ], submits=True), verdict=verdict)
     with serving(says(answer(GOOD))) as server:  # which is no answer to the evidence judge's question
         made = Harness(config(tmp_path, judge_url=server.url, judge_model="m"), chat=None)
-        told = trajectory([(READ[0], Observation("def kemi(mode): src/zuvo.py"))])
+        told = trajectory([(READ[0], Observation("def kemi(mode): src/zuvo.py"))], submits=True)
         shown = made.reminded(replace(outcome, trajectory=told))
         assert shown.local[0].category == GOOD["category"] and "did not pass" in shown.global_.text
     assert made.judge_counts() == {"judge/asked": 2, "judge/answered": 1, "judge/malformed": 2, "judge/no_decision": 1}

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from oprd.core.types import Ending, Trajectory, Turn
+from oprd.rollout.audit import each_boundary
 from oprd.rollout.events import error_events
 from oprd.rollout.expert import mistake, perform, solution
 from oprd.rollout.global_reminder import global_reminder
@@ -30,7 +31,7 @@ def events(task, steps):
     turns = [Turn((1,), (2,), call=s.call, observation=s.observation if s.call.name != "submit" else None)
              for s in steps]
     told = Trajectory("a", task.instance_id, tuple(turns), (9,), Ending.SUBMITTED)
-    return error_events(task.problem_statement, told, RUBRIC, JUDGE)
+    return error_events(task.problem_statement, told, RUBRIC, each_boundary(JUDGE))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -35,7 +35,7 @@ CALLS = [("bash", {"command": "mkdir -p .hidden/x; printf '\\0\\1' > .hidden/x/b
 def play(calls, prefix=(), task=TASK, limits=SEEING):
     engine = Engine([CHAT.assistant("", [c]) if not isinstance(c, tuple) else call(c[0], **c[1]) for c in calls])
     with open_local(task, PATIENT) as box:
-        told, _ = converse("a", task, engine, CHAT, box, limits, SAMPLING, 5, prefix=prefix)
+        told = converse("a", task, engine, CHAT, box, limits, SAMPLING, 5, prefix=prefix).trajectory
         return told, state_of(box), engine
 
 

@@ -23,7 +23,8 @@ def outcome(resolved=False, trouble=None, trajectory=TALK):
 
 
 def routing(found=LOCAL, most=1000, **more):
-    return OutcomeRouting(lambda _: found, lambda text: (20, 21), most, **more)
+    teach = OutcomeRouting(lambda text: (20, 21), most, **more)
+    return lambda o: teach(o, found if teach.distils(o) else None)
 
 
 def test_a_success_is_imitated_and_a_failure_distilled_from_the_reminded_teacher():
