@@ -122,7 +122,8 @@ def evaluate(attempts: Sequence[Attempt], pool: Attempts, events: Callable[[Sequ
 
 def _retry(failed: Sequence[Outcome], pool: Attempts, globals_: Callable, reminding: Reminding | None, on_done) -> Retry:
     found = list(zip(failed, globals_(failed), strict=True))
-    again = [Attempt(f"{o.attempt.id}/retry", o.attempt.task, o.attempt.seed + RETRY, (r.control or r).global_)
+    again = [Attempt(f"{o.attempt.id}/retry", o.attempt.task, o.attempt.seed + RETRY, origin="retry",
+                     start=(r.control or r).global_)
              for o, r in found if r.global_]  # a control may withhold it: then the retry is just another try
     judged = [o for o in (pool.run(again, reminding, on_done) if again else []) if not o.trouble]
     why = Counter(d.reason for _, r in found if not r.global_ for d in r.dropped)

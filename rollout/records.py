@@ -114,7 +114,7 @@ def _trajectory(row: Mapping[str, Any]) -> Trajectory:
     turns = tuple(
         Turn((), (), text=t["reply"], problem=t["problem"],
              call=ToolCall(t["call"]["name"], t["call"]["arguments"]) if t["call"] else None,
-        "mode": outcome.mode, "fate": lesson.fate if lesson else None, "reward": lesson.reward if lesson else None,
-        "notes": dict(lesson.notes) if lesson else {},
+             observation=Observation(**t["observation"]) if t["observation"] else None,
+             replayed=t.get("replayed", False), probe=t.get("probe") or "")
         for t in row["turns"])
     return Trajectory(row["id"], row["task_id"], turns, (), Ending(row["ending"]))

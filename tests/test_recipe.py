@@ -66,7 +66,9 @@ def tiny(tmp_path_factory):
 def test_all_stages_run_and_the_table_has_a_row_for_every_checkpoint(tiny):
     _, run = tiny
     rows = (run / "table.txt").read_text().splitlines()
-    assert [row.split("  ")[0] for row in rows[2:]] == ["base", "+ Coding SFT", "+ IF SFT", "+ OPRD"]
+    names = ["base", "+ Coding SFT", "+ IF SFT", "+ OPRD"]
+    assert [row.split("  ")[0] for row in rows[2:6]] == names
+    assert [row.split("  ")[0] for row in rows[9:]] == names and "captured" in rows[7]  # what became of reminders
     for stage in ("base", "coding-sft", "if-sft", "oprd"):
         assert (run / stage / "model" / "tokenizer.json").is_file()
         assert (run / stage / "settings.toml").is_file() and list((run / stage / "tensorboard").iterdir())
