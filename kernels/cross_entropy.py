@@ -1,10 +1,15 @@
 """Next-token loss of a linear head, per token, without ever keeping [N, V].
 
-Shapes: N scored tokens, D hidden, V vocabulary, c rows of one chunk.
+Shapes: N scored tokens, D hidden, V vocabulary, c rows of one chunk, w entries of one tile of the vocabulary.
 
     token_nll(h, W, y)_n = logsumexp_v(h_n . W_v) - h_n . W_{y_n}
 
-Values are unweighted and unreduced: weights and denominators belong to whoever calls.
+Values are unweighted and unreduced: weights and denominators belong to whoever calls. Two forms:
+
+    token_nll       values for any use of them. Nothing of the vocabulary is kept: the backward pass makes the logits
+                    again (four products of a head instead of three), unless all of them fit into one small chunk
+    weighted_nll    the values' weighted sum. Its gradient is known at once, so each logit is made once, for a chunk of
+                    tokens against the whole vocabulary: three products
 """
 
 from __future__ import annotations
@@ -13,18 +18,19 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CHUNK_ELEMENTS = {"cpu": 2**23, "cuda": 2**28}  # logits held at once: 32 MiB on a CPU, 1 GiB on a GPU, in fp32
+from oprd.kernels.joint_support import Running
+from oprd.kernels.tiles import Product, compute_dtype, rows_of, tiles
+from oprd.kernels.vocabulary_parallel import Exchange
+
+CHUNK_ELEMENTS = {"cpu": 2**23, "cuda": 2**28}  # logits kept by token_nll: 32 MiB on a CPU, 1 GiB on a GPU, in fp32
+WEIGHTED_ELEMENTS = {"cpu": 2**25, "cuda": 2**28}  # logits held at once by weighted_nll
 
 
-def chunks(rows: int, vocabulary: int, device: torch.device) -> list[slice]:
-    """Slices of 0..rows so short that one chunk's logits stay within CHUNK_ELEMENTS."""
-    step = max(1, CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cpu"]) // vocabulary)
+def chunks(rows: int, vocabulary: int, device: torch.device, elements: dict[str, int] | None = None) -> list[slice]:
+    """Slices of 0..rows so short that one chunk's logits stay within CHUNK_ELEMENTS, or what is given instead."""
+    elements = elements or CHUNK_ELEMENTS
+    step = max(1, elements.get(device.type, elements["cpu"]) // vocabulary)
     return [slice(i, min(i + step, rows)) for i in range(0, rows, step)]
-
-
-def compute_dtype(hidden: Tensor) -> torch.dtype:
-    """Logits are fp32 whatever the model computes in (bf16 logits tie and round); float64 stays float64."""
-    return torch.float64 if hidden.dtype == torch.float64 else torch.float32
 
 
 def token_nll_definition(hidden: Tensor, head_weight: Tensor, targets: Tensor) -> Tensor:
@@ -33,58 +39,220 @@ def token_nll_definition(hidden: Tensor, head_weight: Tensor, targets: Tensor) -
     return -torch.log_softmax(logits, dim=-1).gather(1, targets[:, None]).squeeze(1)
 
 
-def token_nll(hidden: Tensor, head_weight: Tensor, targets: Tensor) -> Tensor:
+def entropy_definition(hidden: Tensor, head_weight: Tensor) -> Tensor:
+    """-sum_v p_v log p_v in float64 with all logits at once: [N]."""
+    logits = hidden.double() @ head_weight.double().T
+    return torch.distributions.Categorical(logits=logits).entropy()
+
+
+def token_nll(hidden: Tensor, head_weight: Tensor, targets: Tensor, *, exchange: Exchange | None = None,
+              rounded: bool = False) -> Tensor:
     """-log p(target) of every token: [N, D], [V, D], int64 [N] -> fp32 [N] (float64 for float64 input).
 
-    Gradients flow to `hidden` and `head_weight`, right for any upstream gradient. Peak memory is one chunk of
-    logits. There is no ignore index: a target outside 0..V-1 is a ValueError.
+    Gradients flow to `hidden` and `head_weight`, right for any upstream gradient. Peak memory is one tile of logits.
+    There is no ignore index: a target outside 0..V-1 is a ValueError. exchange, rounded: see topk_kl.
     """
+    return token_nll_and_entropy(hidden, head_weight, targets, entropy=False, exchange=exchange, rounded=rounded)[0]
+
+
+def token_nll_and_entropy(hidden: Tensor, head_weight: Tensor, targets: Tensor, *, entropy: bool = True,
+                          exchange: Exchange | None = None, rounded: bool = False) -> tuple[Tensor, Tensor]:
+    """token_nll, and the entropy of every token's distribution in nats (without gradient; empty if not asked for)."""
+    _check(hidden, head_weight, targets, exchange)
+    return _TokenNLL.apply(hidden, head_weight, targets, entropy, exchange, rounded)
+
+
+def weighted_nll(hidden: Tensor, head_weight: Tensor, targets: Tensor, weights: Tensor, *,
+                 exchange: Exchange | None = None, rounded: bool = False) -> tuple[Tensor, Tensor]:
+    """(sum_n weights_n token_nll_n, a scalar with a gradient for `hidden` and `head_weight`; token_nll [N], without).
+
+    weights: [N], constants. Peak memory is WEIGHTED_ELEMENTS logits and the gradients themselves.
+    """
+    _check(hidden, head_weight, targets, exchange)
+    assert weights.shape == targets.shape, (weights.shape, targets.shape)
+    wanted = tuple(torch.is_grad_enabled() and x.requires_grad for x in (hidden, head_weight))
+    return _WeightedNLL.apply(hidden, head_weight, targets, weights, wanted, exchange, rounded)
+
+
+def _check(hidden: Tensor, head_weight: Tensor, targets: Tensor, exchange: Exchange | None) -> None:
     assert hidden.ndim == 2 and targets.shape == hidden.shape[:1], (hidden.shape, targets.shape)
+    vocabulary = len(head_weight) * (1 if exchange is None else exchange.size)
     if targets.numel():
         low, high = targets.min().item(), targets.max().item()
-        if low < 0 or high >= len(head_weight):
+        if low < 0 or high >= vocabulary:
             wrong = low if low < 0 else high
-            raise ValueError(f"target id {wrong} is outside the vocabulary of {len(head_weight)} entries; "
+            raise ValueError(f"target id {wrong} is outside the vocabulary of {vocabulary} entries; "
                              "use the tokenizer the model was made for")
-    return _TokenNLL.apply(hidden, head_weight, targets)
+
+
+class _Targets:
+    """Which of c targets lie in this rank's entries, and where."""
+
+    def __init__(self, targets: Tensor, size: int, exchange: Exchange | None):
+        self.exchange = exchange
+        local = targets if exchange is None else targets - exchange.rank * size
+        self.mine = (local >= 0) & (local < size)
+        self.local = local.clamp(0, max(0, size - 1))
+
+    def logits(self, z: Tensor, start: int, out: Tensor) -> Tensor:
+        """out [c] where the target is in the tile z [c, w] that starts at `start`: its logit."""
+        here = self.mine & (self.local >= start) & (self.local < start + z.shape[1])
+        at = (self.local - start).clamp(0, z.shape[1] - 1)
+        return torch.where(here, z.gather(1, at[:, None]).squeeze(1), out)
+
+    def subtract_one(self, p: Tensor, start: int) -> None:
+        """p [c, w] minus the one-hot of the target."""
+        here = self.mine & (self.local >= start) & (self.local < start + p.shape[1])
+        at = (self.local - start).clamp(0, p.shape[1] - 1)
+        p.scatter_add_(1, at[:, None], -here.to(p.dtype)[:, None])
+
+    def whole(self, lse: Tensor, wanted: Tensor, moment: Tensor | None = None) -> tuple[Tensor, ...]:
+        """logsumexp, target logit and sum p z over all ranks' entries, from this rank's: float64 [c]."""
+        numbers = (lse, wanted) if moment is None else (lse, wanted, moment)
+        if self.exchange is None:
+            return numbers
+        most = self.exchange.most(lse)
+        total = (lse - most).exp()
+        rest = [] if moment is None else [total * moment]
+        total, wanted, *rest = self.exchange.sum(torch.stack([total, wanted, *rest])).unbind()
+        return (most + total.log(), wanted, *(x / total for x in rest))
 
 
 class _TokenNLL(torch.autograd.Function):
-    """Chunked over tokens. The last chunk's softmax is kept for backward (bounded by one chunk, and a small batch
-    is one chunk); the others are recomputed there."""
+    """Tile by tile over tokens and vocabulary. A batch whose logits are one small chunk keeps its softmax."""
 
     @staticmethod
-    def forward(ctx, hidden, head_weight, targets):
-        dtype = compute_dtype(hidden)
+    def forward(ctx, hidden, head_weight, targets, entropy, exchange, rounded):
+        dtype, V = compute_dtype(hidden), len(head_weight)
         nll = hidden.new_empty(len(hidden), dtype=dtype)
-        lse = torch.empty_like(nll)
-        kept = nll.new_empty(0)
+        lse = hidden.new_empty(len(hidden), dtype=torch.float64)
+        entropies = hidden.new_empty(len(hidden) if entropy else 0, dtype=dtype)
+        keep = any(ctx.needs_input_grad) and len(chunks(len(hidden), max(1, V), hidden.device)) == 1
+        kept = nll.new_empty(len(hidden), V) if keep else nll.new_empty(0)
         with torch.autocast(hidden.device.type, enabled=False):
-            W = head_weight.to(dtype)
-            for part in chunks(len(hidden), len(W), hidden.device):
-                logits = hidden[part].to(dtype) @ W.T
-                lse[part] = torch.logsumexp(logits, dim=-1)
-                nll[part] = lse[part] - logits.gather(1, targets[part, None]).squeeze(1)
-                if part.stop == len(hidden) and any(ctx.needs_input_grad):
-                    kept = logits.sub_(lse[part, None]).exp_()
+            for part in rows_of(len(hidden), hidden.device):
+                goal = _Targets(targets[part], V, exchange)
+                product = Product(hidden[part], head_weight, dtype, rounded)
+                running = Running(product.space, part.stop - part.start, 0, 1.0)
+                wanted, scratch = nll.new_zeros(part.stop - part.start), None
+                for tile in tiles(head_weight, dtype):
+                    z = product(tile)
+                    real = z[:, : tile.stop - tile.start]
+                    wanted = goal.logits(real, tile.start, wanted)
+                    if keep:
+                        kept[part, tile] = real
+                    if scratch is None or scratch.shape != z.shape:
+                        scratch = torch.empty_like(z)
+                    running.add(z, z, tile.start, scratch, z if entropy else None)
+                lse[part], target, *moment = goal.whole(running.norm, wanted.double(),
+                                                        running.moment / running.total if entropy else None)
+                nll[part] = lse[part] - target
+                if entropy:
+                    entropies[part] = lse[part] - moment[0]
+            if keep:
+                kept.sub_(lse[:, None]).exp_()
         ctx.save_for_backward(hidden, head_weight, targets, lse, kept)
-        return nll
+        ctx.settings = keep, exchange, rounded
+        ctx.mark_non_differentiable(entropies)
+        return nll, entropies
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, upstream):
+    def backward(ctx, upstream, _):
         hidden, head_weight, targets, lse, kept = ctx.saved_tensors
-        W = head_weight.to(lse.dtype)
-        d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        d_weight = torch.zeros_like(W) if ctx.needs_input_grad[1] else None
-        for part in chunks(len(hidden), len(W), hidden.device):
-            h = hidden[part].to(lse.dtype)
-            last = part.stop == len(hidden)
-            p = kept.clone() if last else (h @ W.T).sub_(lse[part, None]).exp_()
-            p.scatter_add_(1, targets[part, None], -torch.ones_like(lse[part, None]))
-            p.mul_(upstream[part, None])
-            if d_hidden is not None:
-                d_hidden[part] = (p @ W).to(hidden.dtype)
-            if d_weight is not None:
-                d_weight.addmm_(p.T, h)
-        return d_hidden, None if d_weight is None else d_weight.to(head_weight.dtype), None
+        keep, exchange, rounded = ctx.settings
+        dtype = compute_dtype(hidden)
+        d_hidden = torch.zeros_like(hidden, dtype=dtype) if ctx.needs_input_grad[0] else None
+        d_weight = torch.zeros_like(head_weight, dtype=dtype) if ctx.needs_input_grad[1] else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            for part in rows_of(len(hidden), hidden.device):
+                goal = _Targets(targets[part], len(head_weight), exchange)
+                product = None if keep else Product(hidden[part], head_weight, dtype, rounded)
+                for tile in tiles(head_weight, dtype):
+                    if keep:
+                        p = kept[part, tile].clone()
+                    else:
+                        p = product(tile)[:, : tile.stop - tile.start].sub_(lse[part, None].to(dtype)).exp_()
+                    goal.subtract_one(p, tile.start)
+                    p.mul_(upstream[part, None])
+                    _add_products(p, hidden[part], head_weight[tile], rounded,
+                                  None if d_hidden is None else d_hidden[part],
+                                  None if d_weight is None else d_weight[tile])
+        return *_finished(d_hidden, d_weight, hidden, head_weight, exchange), None, None, None, None
+
+
+class _WeightedNLL(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, head_weight, targets, weights, wanted, exchange, rounded):
+        dtype, V = compute_dtype(hidden), len(head_weight)
+        nll = hidden.new_empty(len(hidden), dtype=dtype)
+        d_hidden = torch.zeros_like(hidden, dtype=dtype) if wanted[0] else None
+        d_weight = torch.zeros_like(head_weight, dtype=dtype) if wanted[1] else None
+        weights = weights.to(dtype)
+        with torch.autocast(hidden.device.type, enabled=False):
+            parts = chunks(len(hidden), max(1, V), hidden.device, WEIGHTED_ELEMENTS)
+            space = nll.new_empty(parts[0].stop if parts else 0, V)
+            for part in parts:
+                goal, h = _Targets(targets[part], V, exchange), hidden[part]
+                z = space[: len(h)]
+                for tile in tiles(head_weight, dtype):
+                    _product_into(z[:, tile], h, head_weight[tile], rounded)
+                lse, target = goal.whole(torch.logsumexp(z, -1).double(),
+                                         goal.logits(z, 0, nll.new_zeros(len(h))).double())
+                nll[part] = lse - target
+                if not any(wanted):
+                    continue
+                p = z.sub_(lse[:, None].to(dtype)).exp_()
+                goal.subtract_one(p, 0)
+                p.mul_(weights[part, None])
+                for tile in tiles(head_weight, dtype):
+                    _add_products(p[:, tile], h, head_weight[tile], rounded,
+                                  None if d_hidden is None else d_hidden[part],
+                                  None if d_weight is None else d_weight[tile])
+        d_hidden, d_weight = _finished(d_hidden, d_weight, hidden, head_weight, exchange)
+        ctx.gradients = d_hidden, d_weight
+        ctx.mark_non_differentiable(nll)
+        return (nll * weights).sum(), nll
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, upstream, _):
+        scale = 1.0 if upstream == 1 else upstream  # one is what a sum of losses gives: no copy of the gradients
+        return *(None if g is None else g if scale == 1.0 else g * scale for g in ctx.gradients), *[None] * 5
+
+
+def _product_into(out: Tensor, h: Tensor, W: Tensor, rounded: bool) -> None:
+    """out [c, w] = h [c, D] @ W [w, D].T in out's dtype; half-precision inputs as in Product."""
+    if h.dtype == W.dtype == out.dtype:
+        torch.mm(h, W.T, out=out)
+    elif W.is_cuda:
+        out.copy_(torch.mm(h.to(W.dtype), W.T, out_dtype=out.dtype))
+    elif rounded:
+        out.copy_(h.to(W.dtype) @ W.T)
+    else:
+        torch.mm(h.to(out.dtype), W.to(out.dtype).T, out=out)
+
+
+def _add_products(d: Tensor, h: Tensor, W: Tensor, rounded: bool, d_hidden: Tensor | None,
+                  d_weight: Tensor | None) -> None:
+    """d_hidden += d @ W, d_weight += d.T @ h for the gradient d [c, w] of the logits of a tile W [w, D]."""
+    half = W.dtype != d.dtype and (rounded or W.is_cuda)
+    if half:
+        d = d.to(W.dtype)
+        if d_hidden is not None:
+            d_hidden += d @ W
+        if d_weight is not None:
+            d_weight += d.T @ h.to(W.dtype)
+        return
+    if d_hidden is not None:
+        d_hidden.addmm_(d, W.to(d.dtype))
+    if d_weight is not None:
+        d_weight.addmm_(d.T, h.to(d.dtype))
+
+
+def _finished(d_hidden: Tensor | None, d_weight: Tensor | None, hidden: Tensor, head_weight: Tensor,
+              exchange: Exchange | None) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients in their inputs' dtypes, that of the hidden states summed over the ranks."""
+    if d_hidden is not None:
+        d_hidden = (d_hidden if exchange is None else exchange.sum(d_hidden)).to(hidden.dtype)
+    return d_hidden, None if d_weight is None else d_weight.to(head_weight.dtype)
