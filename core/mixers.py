@@ -24,7 +24,7 @@ from oprd.core.architecture import ModelConfig
 from oprd.core.cache import KVEntry, RecurrentEntry
 from oprd.kernels.attention import attend
 from oprd.kernels.delta_rule import gated_delta_rule
-from oprd.kernels.rms_norm import rms_norm
+from oprd.kernels.rms_norm import gated_rms_norm, rms_norm
 from oprd.kernels.short_conv import short_conv
 from oprd.parallel.collectives import gather_rows
 from oprd.parallel.layers import ColumnLinear, RowLinear, head_cut
@@ -211,8 +211,7 @@ class GatedDeltaNet(nn.Module):
 
     def gated_norm(self, out: Tensor, z: Tensor) -> Tensor:
         """norm(out) * silu(z), both [T, H, V]; the norm comes first."""
-        wide = torch.promote_types(out.dtype, torch.float32)
-        return (self.norm(out.to(wide)) * F.silu(z.to(wide))).to(z.dtype)
+        return gated_rms_norm(out, z, self.norm.scale, self.norm.eps)
 
     def fresh(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """(state [H, K, V], window [W - 1, C]) before the first token."""

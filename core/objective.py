@@ -42,7 +42,7 @@ from oprd.kernels.topk_kl import SupportStats
 from oprd.parallel.layers import Head
 from oprd.parallel.mesh import Mesh
 from oprd.parallel.sequence import joined_index, move_rows, scored_rows
-from oprd.parallel.vocabulary import split_token_nll, split_topk_kl
+from oprd.parallel.vocabulary import split_token_nll, split_topk_kl, split_weighted_nll
 
 AGGREGATES = ("token", "trajectory", "constant")
 DENOMINATORS = ("separate", "joint")
@@ -152,16 +152,16 @@ def batch_loss(model, teacher, batch: Batch, distillation: Distillation, balance
         states, here = scored_rows(hidden, index, mesh)
         scored = scored.only(here)  # by this rank
         if name == "nll":
-            values = split_token_nll(states, model.head, scored.targets)
+            part, values = split_weighted_nll(states, model.head, scored.targets, scored.weights)
             metrics["train/nll"] = Mean(*_total(values))
         elif name == "pg":
             values, found = _reinforce(states, model.head, scored, policy)
+            part = _weigh(values, scored)
             metrics |= _policy_metrics(found)
         else:
             values, stats = _distil(states, len(hidden), index, model, teacher, batch, distillation, mesh)
+            part = _weigh(values, scored)
             metrics |= _distillation_metrics(values, stats)
-        assert values.shape == scored.weights.shape
-        part = (values * scored.weights.to(values.dtype)).sum()
         metrics[f"train/loss_{name}"] = Sum(part.item())
         total = total + part
     _read_along(teacher, levels - (len(batch.teacher.levels) if batch.teacher else 0))
@@ -176,6 +176,11 @@ def batch_loss(model, teacher, batch: Batch, distillation: Distillation, balance
     if not batch.scored:  # no number, but a graph: other ranks' backward passes need this one's
         total = total + hidden[:0].sum()
     return total, metrics
+
+
+def _weigh(values: Tensor, scored: Scored) -> Tensor:
+    assert values.shape == scored.weights.shape
+    return (values * scored.weights.to(values.dtype)).sum()
 
 
 def _distil(states, tokens: int, index: Tensor, model, teacher, batch, settings: Distillation,

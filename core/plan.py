@@ -99,7 +99,7 @@ def check_oprd(config: Config, model: ModelConfig) -> None:
                          f"{o.attempts_per_task}")
     if config.prefix.on and o.attempts_per_task < 2:
         raise ValueError("prefix.on = true needs oprd.attempts_per_task of at least 2: a pass rate needs a group")
-    if o.support == "topk" and o.top_k > model.vocab_size:
+    if o.support != "full" and o.top_k > model.vocab_size:
         raise ValueError(f"oprd.top_k = {o.top_k} must not exceed the model's vocabulary of "
                          f"{model.vocab_size}; lower it or set oprd.support = full")
     if context > t.micro_batch_tokens:

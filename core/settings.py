@@ -145,7 +145,9 @@ class Reminders(Section):
 class OPRD(Section):
     attempts_per_task: int = Field(1, ge=1, description="rollouts of each task in a step (open in the paper)")
     routing: bool = Field(True, description="imitate successes, distil failures; false: distil all (OPSD)")
-    support: Literal["topk", "full"] = Field("topk", description="vocabulary support of the KL")
+    support: Literal["topk", "tail", "generalised", "full"] = Field(
+        "topk", description="what the KL compares: the renormalised top-k, the top-k and one outcome for the rest, the "
+                            "top-k as they are (generalised KL), or the whole vocabulary")
     top_k: int = Field(100, ge=1, description="size of the joint support")
     temperature: float = Field(1.0, gt=0, description="distillation temperature")
     direction: Literal["reverse", "forward"] = Field("reverse", description="reverse is KL(student || teacher)")

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from oprd.kernels.backend import use_flash_attention
+
 
 def attend_definition(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_keys: Tensor | None = None) -> Tensor:
     """What attend() means, one query and one head at a time. Slow on purpose; float64 in, float64 out."""
@@ -35,10 +37,13 @@ def attend_definition(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_ke
 def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_keys: Tensor | None = None) -> Tensor:
     """Attention output [T, H, K] for q [T, H, K], k and v [S, G, K]; result in q's dtype.
 
-    One fused call per sequence, so work grows with the sum of squared lengths. On a CPU half-precision inputs are
+    Work grows with the sum of squared lengths. Where flash-attn is installed its varlen kernel takes all sequences in
+    one launch; else it is one fused call per sequence. On a CPU half-precision inputs are
     computed in float32: for 20 sequences of 350 tokens forward and backward took 60 ms in float32, 93 ms in bfloat16,
     and padding them into one batch 86 ms and 121 ms.
     """
+    if use_flash_attention(q):
+        return _flash(q, k, v, cu_seqlens, cu_seqlens if cu_keys is None else cu_keys)
     lengths = cu_seqlens.diff().tolist()
     key_lengths = lengths if cu_keys is None else cu_keys.diff().tolist()
     assert sum(lengths) == len(q) and sum(key_lengths) == len(k) == len(v), "cu_seqlens must cover every token"
@@ -59,3 +64,12 @@ def _one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
     return out.squeeze(0).transpose(0, 1)
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_keys: Tensor) -> Tensor:
+    """All sequences at once by flash-attn (2.1 or later: its causal mask aligns the last query with the last key)."""
+    from flash_attn import flash_attn_varlen_func
+
+    longest = lambda cu: int(cu.diff().max()) if len(cu) > 1 else 0  # noqa: E731
+    return flash_attn_varlen_func(q, k.to(q.dtype), v.to(q.dtype), cu_seqlens.to(q.device, torch.int32),
+                                  cu_keys.to(q.device, torch.int32), longest(cu_seqlens), longest(cu_keys), causal=True)

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from oprd.kernels.backend import use_triton
 from oprd.kernels.joint_support import Running
 from oprd.kernels.tiles import Product, compute_dtype, rows_of, tiles
-from oprd.kernels.vocabulary_parallel import Exchange
+from oprd.kernels.vocabulary_parallel import Exchange, share_of
 
 CHUNK_ELEMENTS = {"cpu": 2**23, "cuda": 2**28}  # logits kept by token_nll: 32 MiB on a CPU, 1 GiB on a GPU, in fp32
 WEIGHTED_ELEMENTS = {"cpu": 2**25, "cuda": 2**28}  # logits held at once by weighted_nll
@@ -76,7 +77,7 @@ def weighted_nll(hidden: Tensor, head_weight: Tensor, targets: Tensor, weights: 
 
 def _check(hidden: Tensor, head_weight: Tensor, targets: Tensor, exchange: Exchange | None) -> None:
     assert hidden.ndim == 2 and targets.shape == hidden.shape[:1], (hidden.shape, targets.shape)
-    vocabulary = len(head_weight) * (1 if exchange is None else exchange.size)
+    vocabulary = len(head_weight) if exchange is None else exchange.vocabulary
     if targets.numel():
         low, high = targets.min().item(), targets.max().item()
         if low < 0 or high >= vocabulary:
@@ -90,21 +91,29 @@ class _Targets:
 
     def __init__(self, targets: Tensor, size: int, exchange: Exchange | None):
         self.exchange = exchange
-        local = targets if exchange is None else targets - exchange.rank * size
+        local = targets if exchange is None else targets - exchange.rank * share_of(exchange)
         self.mine = (local >= 0) & (local < size)
         self.local = local.clamp(0, max(0, size - 1))
 
     def logits(self, z: Tensor, start: int, out: Tensor) -> Tensor:
         """out [c] where the target is in the tile z [c, w] that starts at `start`: its logit."""
         here = self.mine & (self.local >= start) & (self.local < start + z.shape[1])
+        if not z.shape[1]:
+            return out
         at = (self.local - start).clamp(0, z.shape[1] - 1)
         return torch.where(here, z.gather(1, at[:, None]).squeeze(1), out)
 
-    def subtract_one(self, p: Tensor, start: int) -> None:
-        """p [c, w] minus the one-hot of the target."""
+    def gradient(self, z: Tensor, lse: Tensor, scale: Tensor, start: int) -> Tensor:
+        """Logits z [c, w] of a tile become their gradient, scale (softmax - one-hot), in place."""
+        if use_triton(z):
+            from oprd.kernels import cross_entropy_triton
+
+            return cross_entropy_triton.softmax_gradient(z, lse, torch.where(self.mine, self.local, -1), scale, start)
+        p = z.sub_(lse[:, None].to(z.dtype)).exp_()
         here = self.mine & (self.local >= start) & (self.local < start + p.shape[1])
         at = (self.local - start).clamp(0, p.shape[1] - 1)
         p.scatter_add_(1, at[:, None], -here.to(p.dtype)[:, None])
+        return p.mul_(scale[:, None])
 
     def whole(self, lse: Tensor, wanted: Tensor, moment: Tensor | None = None) -> tuple[Tensor, ...]:
         """logsumexp, target logit and sum p z over all ranks' entries, from this rank's: float64 [c]."""
@@ -119,7 +128,7 @@ class _Targets:
 
 
 class _TokenNLL(torch.autograd.Function):
-    """Tile by tile over tokens and vocabulary. A batch whose logits are one small chunk keeps its softmax."""
+    """Tile by tile over tokens and vocabulary. A batch whose logits are one small chunk keeps them."""
 
     @staticmethod
     def forward(ctx, hidden, head_weight, targets, entropy, exchange, rounded):
@@ -132,25 +141,11 @@ class _TokenNLL(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for part in rows_of(len(hidden), hidden.device):
                 goal = _Targets(targets[part], V, exchange)
-                product = Product(hidden[part], head_weight, dtype, rounded)
-                running = Running(product.space, part.stop - part.start, 0, 1.0)
-                wanted, scratch = nll.new_zeros(part.stop - part.start), None
-                for tile in tiles(head_weight, dtype):
-                    z = product(tile)
-                    real = z[:, : tile.stop - tile.start]
-                    wanted = goal.logits(real, tile.start, wanted)
-                    if keep:
-                        kept[part, tile] = real
-                    if scratch is None or scratch.shape != z.shape:
-                        scratch = torch.empty_like(z)
-                    running.add(z, z, tile.start, scratch, z if entropy else None)
-                lse[part], target, *moment = goal.whole(running.norm, wanted.double(),
-                                                        running.moment / running.total if entropy else None)
+                lse[part], target, *moment = goal.whole(*_read(hidden[part], head_weight, goal, entropy, rounded,
+                                                               kept[part] if keep else None))
                 nll[part] = lse[part] - target
                 if entropy:
                     entropies[part] = lse[part] - moment[0]
-            if keep:
-                kept.sub_(lse[:, None]).exp_()
         ctx.save_for_backward(hidden, head_weight, targets, lse, kept)
         ctx.settings = keep, exchange, rounded
         ctx.mark_non_differentiable(entropies)
@@ -169,16 +164,12 @@ class _TokenNLL(torch.autograd.Function):
                 goal = _Targets(targets[part], len(head_weight), exchange)
                 product = None if keep else Product(hidden[part], head_weight, dtype, rounded)
                 for tile in tiles(head_weight, dtype):
-                    if keep:
-                        p = kept[part, tile].clone()
-                    else:
-                        p = product(tile)[:, : tile.stop - tile.start].sub_(lse[part, None].to(dtype)).exp_()
-                    goal.subtract_one(p, tile.start)
-                    p.mul_(upstream[part, None])
+                    z = kept[part, tile].clone() if keep else product(tile)[:, : tile.stop - tile.start]
+                    p = goal.gradient(z, lse[part], upstream[part], tile.start)
                     _add_products(p, hidden[part], head_weight[tile], rounded,
                                   None if d_hidden is None else d_hidden[part],
                                   None if d_weight is None else d_weight[tile])
-        return *_finished(d_hidden, d_weight, hidden, head_weight, exchange), None, None, None, None
+        return *_finished(d_hidden, d_weight, hidden, head_weight), None, None, None, None
 
 
 class _WeightedNLL(torch.autograd.Function):
@@ -190,26 +181,26 @@ class _WeightedNLL(torch.autograd.Function):
         d_weight = torch.zeros_like(head_weight, dtype=dtype) if wanted[1] else None
         weights = weights.to(dtype)
         with torch.autocast(hidden.device.type, enabled=False):
-            parts = chunks(len(hidden), max(1, V), hidden.device, WEIGHTED_ELEMENTS)
+            share = V if exchange is None else share_of(exchange)  # ranks exchange alike, also one with fewer entries
+            parts = chunks(len(hidden), max(1, share), hidden.device, WEIGHTED_ELEMENTS)
             space = nll.new_empty(parts[0].stop if parts else 0, V)
             for part in parts:
                 goal, h = _Targets(targets[part], V, exchange), hidden[part]
                 z = space[: len(h)]
                 for tile in tiles(head_weight, dtype):
                     _product_into(z[:, tile], h, head_weight[tile], rounded)
-                lse, target = goal.whole(torch.logsumexp(z, -1).double(),
+                lse = torch.logsumexp(z, -1) if V else z.new_full((len(h),), float("-inf"))
+                lse, target = goal.whole(lse.double(),
                                          goal.logits(z, 0, nll.new_zeros(len(h))).double())
                 nll[part] = lse - target
                 if not any(wanted):
                     continue
-                p = z.sub_(lse[:, None].to(dtype)).exp_()
-                goal.subtract_one(p, 0)
-                p.mul_(weights[part, None])
+                p = goal.gradient(z, lse, weights[part], 0) if V else z
                 for tile in tiles(head_weight, dtype):
                     _add_products(p[:, tile], h, head_weight[tile], rounded,
                                   None if d_hidden is None else d_hidden[part],
                                   None if d_weight is None else d_weight[tile])
-        d_hidden, d_weight = _finished(d_hidden, d_weight, hidden, head_weight, exchange)
+        d_hidden, d_weight = _finished(d_hidden, d_weight, hidden, head_weight)
         ctx.gradients = d_hidden, d_weight
         ctx.mark_non_differentiable(nll)
         return (nll * weights).sum(), nll
@@ -219,6 +210,29 @@ class _WeightedNLL(torch.autograd.Function):
     def backward(ctx, upstream, _):
         scale = 1.0 if upstream == 1 else upstream  # one is what a sum of losses gives: no copy of the gradients
         return *(None if g is None else g if scale == 1.0 else g * scale for g in ctx.gradients), *[None] * 5
+
+
+def _read(h: Tensor, W: Tensor, goal: _Targets, entropy: bool, rounded: bool, kept: Tensor | None) -> list[Tensor]:
+    """logsumexp, target logit and, for the entropy, sum p z of this rank's entries: float64 [c]. `kept` takes the logits."""
+    dtype = compute_dtype(h)
+    if use_triton(h) and not entropy and kept is None and len(W):
+        from oprd.kernels import cross_entropy_triton
+
+        lse, wanted = cross_entropy_triton.lse_and_target(h, W, torch.where(goal.mine, goal.local, -1))
+        return [lse, wanted.double()]
+    product = Product(h, W, dtype, rounded)
+    running, scratch = Running(product.space, len(h), 0, 1.0), None
+    wanted = h.new_zeros(len(h), dtype=dtype)
+    for tile in tiles(W, dtype):
+        z = product(tile)
+        real = z[:, : tile.stop - tile.start]
+        wanted = goal.logits(real, tile.start, wanted)
+        if kept is not None:
+            kept[:, tile] = real
+        if scratch is None or scratch.shape != z.shape:
+            scratch = torch.empty_like(z)
+        running.add(z, z, tile.start, scratch, z if entropy else None)
+    return [running.norm, wanted.double(), *([running.moment / running.total] if entropy else [])]
 
 
 def _product_into(out: Tensor, h: Tensor, W: Tensor, rounded: bool) -> None:
@@ -250,9 +264,8 @@ def _add_products(d: Tensor, h: Tensor, W: Tensor, rounded: bool, d_hidden: Tens
         d_weight.addmm_(d.T, h.to(d.dtype))
 
 
-def _finished(d_hidden: Tensor | None, d_weight: Tensor | None, hidden: Tensor, head_weight: Tensor,
-              exchange: Exchange | None) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients in their inputs' dtypes, that of the hidden states summed over the ranks."""
-    if d_hidden is not None:
-        d_hidden = (d_hidden if exchange is None else exchange.sum(d_hidden)).to(hidden.dtype)
-    return d_hidden, None if d_weight is None else d_weight.to(head_weight.dtype)
+def _finished(d_hidden: Tensor | None, d_weight: Tensor | None, hidden: Tensor,
+              head_weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients in their inputs' dtypes."""
+    return (None if d_hidden is None else d_hidden.to(hidden.dtype),
+            None if d_weight is None else d_weight.to(head_weight.dtype))

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from oprd.kernels.backend import use_fla
+
 # As in transformers, so that float32 rounds alike. For K <= 64, 32 was 1.1 to 1.4 times as fast and, where decays are
 # strong, twice as near to float64, but several times further from transformers.
 CHUNK = 64
@@ -56,6 +58,10 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, c
     shorter; sequences share no chunk. Gradients for all inputs, once differentiable; besides the inputs C + K V / C
     numbers per token and value head are kept for them.
     """
+    if use_fla(v) and chunk == CHUNK:
+        from oprd.kernels import delta_rule_fla
+
+        return delta_rule_fla.gated_delta_rule(q, k, v, g, beta, cu_seqlens, states)
     assert v.shape[1] % q.shape[1] == 0, "the number of value heads must be a multiple of the number of key heads"
     assert cu_seqlens[-1] == len(v), "cu_seqlens must cover every token"
     wide = torch.promote_types(v.dtype, torch.float32)

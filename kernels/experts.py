@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from oprd.kernels.backend import use_triton
+
 
 def run_experts_definition(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
     """What run_experts() means, route by route, in float64. Slow on purpose."""
@@ -33,6 +35,10 @@ def run_experts(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weight
     between them, where a route is F wide. Kept for the backward pass, a route: its input, gate, up, silu(gate), and
     their product before and after the weight (D + 5 F numbers). An expert without a token gets a zero gradient.
     """
+    if use_triton(x):
+        from oprd.kernels import experts_triton
+
+        return experts_triton.run_experts(x, gate_up, down, chosen, weight)
     order = chosen.flatten().argsort(stable=True)
     token = order // chosen.shape[1]
     counts = chosen.flatten().bincount(minlength=len(gate_up)).tolist()

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from oprd.kernels.backend import use_triton
 from oprd.kernels.tiles import GROUP, Product, tiles
 
 
@@ -117,6 +118,10 @@ class Running:
 def scan(h: Tensor, W: Tensor, ht: Tensor, Wt: Tensor, k: int, temperature: float, dtype: torch.dtype,
          rounded: bool = False, moments: bool = False) -> Found:
     """Read both models' whole vocabularies for c tokens: h [c, D], W [V, D], ht [c, Dt], Wt [V, Dt]. Needs k <= V."""
+    if use_triton(h) and len(W):
+        from oprd.kernels import joint_support_triton
+
+        return joint_support_triton.scan(h, W, ht, Wt, k, temperature, dtype, rounded, moments)
     student, teacher = Product(h, W, dtype, rounded), Product(ht, Wt, dtype, rounded)
     a, b = (Running(student.space, len(h), k, temperature) for _ in range(2))
     scratch = None

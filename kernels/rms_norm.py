@@ -7,7 +7,10 @@ and two dozen backward on the CPU; this is five and eight, and keeps x and one n
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from oprd.kernels.backend import use_triton
 
 
 def rms_norm_definition(x: Tensor, scale: Tensor, eps: float) -> Tensor:
@@ -18,7 +21,25 @@ def rms_norm_definition(x: Tensor, scale: Tensor, eps: float) -> Tensor:
 
 def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
     """x [..., D], scale [D] -> [..., D] in x's dtype; gradients to both."""
+    if use_triton(x):
+        from oprd.kernels import rms_norm_triton
+
+        return rms_norm_triton.rms_norm(x, scale, eps)
     return _RMSNorm.apply(x, scale, eps)
+
+
+def gated_rms_norm_definition(x: Tensor, z: Tensor, scale: Tensor, eps: float) -> Tensor:
+    """float64, in so many words."""
+    return rms_norm_definition(x, scale, eps) * z.double() * z.double().sigmoid()
+
+
+def gated_rms_norm(x: Tensor, z: Tensor, scale: Tensor, eps: float) -> Tensor:
+    """rms_norm(x) silu(z), the norm first: x, z [..., D], scale [D] -> [..., D] in z's dtype; gradients to all."""
+    if use_triton(x):
+        from oprd.kernels import rms_norm_triton
+
+        return rms_norm_triton.gated_rms_norm(x, z, scale, eps)
+    return (rms_norm(x.to(scale.dtype), scale, eps) * F.silu(z.to(scale.dtype))).to(z.dtype)
 
 
 class _RMSNorm(torch.autograd.Function):

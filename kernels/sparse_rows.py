@@ -9,12 +9,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from oprd.kernels.backend import use_triton
+
 BLOCK_ELEMENTS = {"cpu": 2**21, "cuda": 2**26}  # of rows gathered at once
 
 
 def weigh_rows(ids: Tensor, numbers: Tensor, W: Tensor) -> Tensor:
-    """sum_j numbers[n, j] W[ids[n, j]]: int32 or int64 [N, m], fp32 or fp64 [N, m], [V, D] -> [N, D] in numbers' dtype."""
-    if W.dtype == numbers.dtype and not W.is_cuda:
+    """sum_j numbers[n, j] W[ids[n, j]] for ids, numbers [N, m] and W [V, D]: [N, D] in numbers' dtype (fp32 or fp64)."""
+    if not ids.numel():
+        return numbers.new_zeros(len(ids), W.shape[1])
+    if use_triton(numbers):
+        from oprd.kernels import sparse_rows_triton
+
+        return sparse_rows_triton.weigh_rows(ids, numbers, W)
+    if W.dtype == numbers.dtype:
         return F.embedding_bag(ids, W, mode="sum", per_sample_weights=numbers)
     out = numbers.new_empty(len(ids), W.shape[1])
     step = max(1, BLOCK_ELEMENTS.get(W.device.type, 2**21) // max(1, ids.shape[1] * W.shape[1]))
@@ -30,14 +38,20 @@ def add_outer(into: Tensor, ids: Tensor, numbers: Tensor, h: Tensor) -> None:
     The numbers of a row of `into` are summed first, in the order of the tokens, and added once: the same bits every
     time, without atomics. They are summed in numbers' dtype.
     """
+    if not ids.numel():
+        return
+    if use_triton(numbers) and into.is_contiguous():
+        from oprd.kernels import sparse_rows_triton
+
+        return sparse_rows_triton.add_outer(into, ids, numbers, h)
     h = h.to(numbers.dtype)
     key, order = ids.flatten().sort(stable=True)
-    token = order.to(torch.int32).div_(ids.shape[1], rounding_mode="floor") if ids.shape[1] else order.int()
+    token = order.to(torch.int32).div_(ids.shape[1], rounding_mode="floor")
     numbers = numbers.flatten()[order]
     del order
     rows, counts = key.unique_consecutive(return_counts=True)
     ends = counts.cumsum(0).tolist()
-    starts = [0, *ends[:-1]] if ends else []
+    starts = [0, *ends[:-1]]
     step = max(1, BLOCK_ELEMENTS.get(h.device.type, 2**21) // max(1, h.shape[1]))
     for i in range(0, len(starts), step):
         begin, end = starts[i], ends[min(i + step, len(ends)) - 1]

@@ -80,17 +80,17 @@ def topk_kl(student_hidden: Tensor, student_head: Tensor, teacher_hidden: Tensor
 
     stored: what teacher_topk() kept of the same tokens; teacher_hidden is not read then, and the teacher's head only
         where the student's candidates are not the teacher's own.
-    exchange: the heads are this rank's equal share of the vocabulary, the hidden states those of all ranks. Loss, stats
-        and the gradient of the hidden states are the same on every rank, that of the head is its share's.
+    exchange: the heads are this rank's share of a vocabulary, the hidden states the same on all ranks. Loss and stats
+        are too; the gradient of the hidden states is the part that this rank's entries make.
     into: [V, Ds], where the head's gradient is added in the backward pass, instead of a gradient for the head itself.
     rounded: half-precision heads on a CPU: products rounded to half precision, four times as fast. The support is then
         that of the rounded logits.
     """
-    parts = 1 if exchange is None else exchange.size
-    V = len(student_head) * parts
+    V = len(student_head) if exchange is None else exchange.vocabulary
     k = min(k, V) if support == "full" else k
-    if len(teacher_head) * parts != V:
-        raise ValueError(f"student vocabulary = {V} must equal teacher vocabulary = {len(teacher_head) * parts}")
+    if len(teacher_head) != len(student_head):
+        raise ValueError(f"student vocabulary = {len(student_head)} must equal teacher vocabulary = "
+                         f"{len(teacher_head)}")
     if not 1 <= k <= V:
         raise ValueError(f"k = {k} must be between 1 and the vocabulary size = {V}; lower distillation k")
     if not temperature > 0:
@@ -170,10 +170,7 @@ class _TopkKL(torch.autograd.Function):
                 add_outer(d_head, ids, grads, hidden)
             if task.support != "topk":
                 _dense_part(hidden, head, teacher_hidden, teacher_head, scalars, upstream, task, d_hidden, d_head)
-        if d_hidden is not None:
-            if task.exchange is not None:
-                d_hidden = task.exchange.sum(d_hidden)
-            d_hidden = d_hidden.to(hidden.dtype)
+        d_hidden = None if d_hidden is None else d_hidden.to(hidden.dtype)
         return d_hidden, None if task.into is not None or d_head is None else d_head.to(head.dtype), None, None, None
 
 
@@ -187,7 +184,7 @@ def _decide(h: Tensor, W: Tensor, ht: Tensor, Wt: Tensor, part: slice, dtype: to
     else:
         seen = _scan_stored(h, W, ht, Wt, TeacherTopk(*(x[part] for x in task.stored)), dtype, task)
     if task.exchange is not None:
-        seen = send_to_owners(seen, task.k, task.temperature, len(W), task.exchange)
+        seen = send_to_owners(seen, task.k, task.temperature, task.exchange)
     S = join(seen.best, seen.best_t, seen.norm - seen.norm_t, task.k)
     T, shift = task.temperature, (seen.norm - seen.norm_t) / task.temperature
     mass, mass_t = (((x - n[:, None]) / T).exp().sum(-1) for x, n in ((S.z, seen.norm), (S.zt, seen.norm_t)))
@@ -205,8 +202,8 @@ def _decide(h: Tensor, W: Tensor, ht: Tensor, Wt: Tensor, part: slice, dtype: to
     ids, grads = ids.int(), grads.to(dtype)
     if task.exchange is None:
         return numbers, ids, grads
-    return return_sparse(numbers if task.support != "topk" else numbers[:, :4], ids, grads, len(h), len(W), dtype,
-                         task.exchange)
+    numbers = numbers[:, :4] if task.support == "topk" else numbers
+    return return_sparse(numbers, ids, grads, len(h), dtype, task.exchange)
 
 
 def _scan_stored(h: Tensor, W: Tensor, ht: Tensor, Wt: Tensor, teacher: TeacherTopk, dtype: torch.dtype,

@@ -1,4 +1,4 @@
-"""Losses of heads whose vocabulary is cut into equal shares over ranks: candidates travel to the tokens' owners.
+"""Losses of heads whose vocabulary is cut over ranks: candidates travel to the tokens' owners.
 
 Shapes: c tokens (known to all ranks), n of them owned by a rank, k support, r ranks, m numbers a token in a share.
 
@@ -9,64 +9,35 @@ rank the ids and gradients that lie in its share. Per token and rank (24 k + 8 k
 
 from __future__ import annotations
 
-from typing import Any, Protocol, Sequence
+from typing import Protocol, Sequence
 
 import torch
-import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from oprd.kernels.joint_support import Best, Found, first_k
 
 
 class Exchange(Protocol):
-    """What the losses ask of a group of ranks."""
+    """What the losses ask of the ranks that share a vocabulary: rank r has the entries r share .. (r + 1) share of it,
+    share = ceil(vocabulary / size), the last ranks what is left."""
 
     size: int
     rank: int
+    vocabulary: int
 
     def swap(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """parts[r] goes to rank r; what came from rank r has sizes[r] rows. Rows are alike on all ranks."""
 
-    def gather(self, mine: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """`mine` of every rank; that of rank r has sizes[r] rows."""
-
     def sum(self, x: Tensor) -> Tensor:
-        """The sum over ranks."""
+        """The sum over ranks; x is left alone."""
 
     def most(self, x: Tensor) -> Tensor:
-        """The elementwise maximum over ranks."""
+        """The elementwise maximum over ranks; x is left alone."""
 
 
-class GroupExchange:
-    """Exchange over a torch process group; `sent` counts the bytes this rank gave to others (an all-reduce at the
-    2 (r - 1) / r of its size that a ring needs)."""
-
-    def __init__(self, group: Any = None):
-        self.group, self.sent = group, 0
-        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
-
-    def swap(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        counts = [len(part) for part in parts]
-        given = torch.cat(list(parts))
-        got = given.new_empty(sum(sizes), *given.shape[1:])
-        dist.all_to_all_single(got, given, list(sizes), counts, group=self.group)
-        self.sent += given.nbytes - parts[self.rank].nbytes
-        return list(got.split(list(sizes)))
-
-    def gather(self, mine: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        return self.swap([mine] * self.size, sizes)
-
-    def sum(self, x: Tensor) -> Tensor:
-        return self._reduce(x, dist.ReduceOp.SUM)
-
-    def most(self, x: Tensor) -> Tensor:
-        return self._reduce(x, dist.ReduceOp.MAX)
-
-    def _reduce(self, x: Tensor, op) -> Tensor:
-        x = x.clone()  # never into the caller's tensor
-        dist.all_reduce(x, op, group=self.group)
-        self.sent += 2 * x.nbytes * (self.size - 1) // self.size
-        return x
+def share_of(exchange: Exchange) -> int:
+    return -(-exchange.vocabulary // exchange.size)
 
 
 def owned(count: int, exchange: Exchange) -> list[int]:
@@ -75,15 +46,15 @@ def owned(count: int, exchange: Exchange) -> list[int]:
     return [b - a for a, b in zip(ends, ends[1:])]
 
 
-def send_to_owners(seen: Found, k: int, temperature: float, share: int, exchange: Exchange) -> Found:
+def send_to_owners(seen: Found, k: int, temperature: float, exchange: Exchange) -> Found:
     """From what this rank found in its share of the vocabulary (at most k candidates a model) for c tokens, what is
     known of the whole for the n tokens this rank owns."""
     sizes = owned(len(seen.norm), exchange)
     scalars = torch.stack([x for x in (seen.norm, seen.norm_t, seen.moment, seen.moment_t) if x is not None], 1)
     word = torch.int64 if seen.best.own.dtype == torch.float64 else torch.int32
-    start = exchange.rank * share
+    share = share_of(exchange)
     packed = torch.stack([t for best in (seen.best, seen.best_t)
-                          for t in ((best.ids + start).to(word), best.own.view(word), best.other.view(word))], 1)
+                          for t in _filled(best, min(k, share), exchange.rank * share, exchange.vocabulary, word)], 1)
     mine = sizes[exchange.rank]
     got = exchange.swap(packed.split(sizes), [mine] * exchange.size)
     ids, own, other, ids_t, own_t, other_t = torch.cat(got, dim=2).unbind(1)
@@ -93,8 +64,17 @@ def send_to_owners(seen: Found, k: int, temperature: float, share: int, exchange
     numbers = torch.stack(exchange.swap(scalars.split(sizes), [mine] * exchange.size))  # [r, n, 2 or 4]
     norms = [temperature * (numbers[:, :, i] / temperature).logsumexp(0) for i in range(2)]
     weights = [((numbers[:, :, i] - norm) / temperature).exp() for i, norm in enumerate(norms)]
-    moments = [(w * numbers[:, :, 2 + i]).sum(0) for i, w in enumerate(weights)] if numbers.shape[2] == 4 else []
+    moments = []
+    if numbers.shape[2] == 4:
+        moments = [(w * x.nan_to_num()).sum(0) for w, x in zip(weights, numbers[:, :, 2:].unbind(2))]
     return Found(*norms, best, best_t, *moments)
+
+
+def _filled(best: Best, width: int, start: int, vocabulary: int, word: torch.dtype) -> list[Tensor]:
+    """Whole ids and both logits as words [c, width]; where a rank has fewer entries, -inf and an id there is not."""
+    more = width - best.ids.shape[1]
+    ids = F.pad((best.ids + start).to(word), (0, more), value=vocabulary)
+    return [ids, *(F.pad(z, (0, more), value=float("-inf")).view(word) for z in (best.own, best.other))]
 
 
 def _cut(best: Best, k: int) -> Best:
@@ -104,16 +84,17 @@ def _cut(best: Best, k: int) -> Best:
     return Best(*(x.gather(1, keep) for x in best))
 
 
-def return_sparse(numbers: Tensor, ids: Tensor, grads: Tensor, count: int, share: int, dtype: torch.dtype,
+def return_sparse(numbers: Tensor, ids: Tensor, grads: Tensor, count: int, dtype: torch.dtype,
                   exchange: Exchange) -> tuple[Tensor, Tensor, Tensor]:
     """From the owners to all: numbers [n, j] of every token as float64 [count, 8], and of ids and grads [n, k] those in
     this rank's share, as local ids int32 and gradients [count, m], filled up by zeros."""
     sizes = owned(count, exchange)
     sent = numbers if numbers.shape[1] > 4 else numbers.to(dtype)
-    everything = torch.cat(exchange.gather(sent, sizes)).double()
+    everything = torch.cat(exchange.swap([sent] * exchange.size, sizes)).double()
     full = everything.new_zeros(count, 8)
     full[:, : everything.shape[1]] = everything
-    owner = (ids // share).long()
+    share = share_of(exchange)
+    owner = ids // share
     counts = [(owner == r).sum(1, dtype=torch.int32) for r in range(exchange.size)]
     counts_got = exchange.swap(counts, sizes)
     totals = [int(c.sum()) for c in counts_got]

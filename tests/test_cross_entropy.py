@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from oprd.kernels import cross_entropy
-from oprd.kernels.cross_entropy import token_nll, token_nll_definition
+from oprd.kernels import cross_entropy, tiles
+from oprd.kernels.cross_entropy import (entropy_definition, token_nll, token_nll_and_entropy, token_nll_definition,
+                                        weighted_nll)
 
 torch.set_num_threads(1)
 
@@ -38,9 +39,11 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@pytest.fixture(params=[1, 7, 2**23], ids="chunk_of_{}_elements".format)
+@pytest.fixture(params=[1, 70, 2**23], ids="chunk_of_{}_elements".format)
 def chunk(request, monkeypatch):
-    monkeypatch.setitem(cross_entropy.CHUNK_ELEMENTS, "cpu", request.param)
+    for table in (cross_entropy.CHUNK_ELEMENTS, cross_entropy.WEIGHTED_ELEMENTS):
+        monkeypatch.setitem(table, "cpu", request.param)
+    monkeypatch.setitem(tiles.TILE, "cpu", (7, tiles.GROUP))
 
 
 @pytest.mark.parametrize("N, D, V", [(1, 1, 1), (5, 3, 2), (17, 8, 23), (64, 5, 131)])
@@ -115,12 +118,60 @@ def test_a_target_outside_the_vocabulary_is_an_error_that_names_it(wrong):
         token_nll(hidden, head, targets)
 
 
-def test_the_largest_tensor_is_a_chunk_of_logits_not_all_of_them(monkeypatch):
-    monkeypatch.setitem(cross_entropy.CHUNK_ELEMENTS, "cpu", 8 * 512)
-    hidden, head, targets, _ = made(256, 4, 512, torch.float32)
+@pytest.mark.parametrize("N, D, V", [(1, 1, 1), (5, 3, 2), (17, 8, 23), (64, 5, 131)])
+def test_the_weighted_sum_has_the_definitions_gradient_at_once(N, D, V, chunk):
+    hidden, head, targets, weights = made(N, D, V)
+    total, values = weighted_nll(hidden, head, targets, weights)
+    plain = token_nll_definition(hidden, head, targets)
+    torch.testing.assert_close(values, plain.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(total, (plain * weights).sum(), rtol=1e-12, atol=1e-12)
+    assert not values.requires_grad
+    theirs = torch.autograd.grad((plain * weights).sum(), (hidden, head))
+    for scale in (1.0, -2.5):
+        for a, b in zip(torch.autograd.grad(total * scale, (hidden, head), retain_graph=True), theirs):
+            torch.testing.assert_close(a, b * scale, rtol=1e-11, atol=1e-12)
+
+
+def test_gradcheck_of_the_weighted_sum(chunk):
+    hidden, head, targets, weights = made(6, 3, 5)
+    assert torch.autograd.gradcheck(lambda h, w: weighted_nll(h, w, targets, weights)[0], (hidden, head))
+
+
+def test_without_a_gradient_the_weighted_sum_makes_none():
+    hidden, head, targets, weights = made(6, 3, 5)
+    with torch.no_grad():
+        total, values = weighted_nll(hidden, head, targets, weights)
+    assert not total.requires_grad
+    torch.testing.assert_close(values, token_nll_definition(hidden, head, targets))
+
+
+def test_the_entropy_of_every_token(chunk):
+    hidden, head, targets, _ = made(17, 4, 71)
+    nll, entropy = token_nll_and_entropy(hidden, head, targets)
+    torch.testing.assert_close(entropy, entropy_definition(hidden, head).detach(), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(nll, token_nll_definition(hidden, head, targets))
+    assert not entropy.requires_grad and token_nll_and_entropy(hidden, head, targets, entropy=False)[1].numel() == 0
+
+
+def test_no_tensor_of_a_quarter_of_all_logits_is_made_forward_or_backward(monkeypatch):
+    for table in (cross_entropy.CHUNK_ELEMENTS, cross_entropy.WEIGHTED_ELEMENTS):
+        monkeypatch.setitem(table, "cpu", 32 * 2048)
+    monkeypatch.setitem(tiles.TILE, "cpu", (64, 512))
+    hidden, head, targets, weights = made(512, 4, 2048, torch.float32)
     with Largest() as largest:
         token_nll(hidden, head, targets).sum().backward()
-    assert 4 * 512 <= largest.elements <= 8 * 512
+    assert 64 * 512 <= largest.elements < 512 * 2048 // 4
+    with Largest() as largest:
+        weighted_nll(hidden, head, targets, weights)[0].backward()
+    assert 32 * 2048 <= largest.elements < 512 * 2048 // 4
     with Largest() as largest:
         token_nll_definition(hidden, head, targets).sum().backward()
-    assert largest.elements == 256 * 512
+    assert largest.elements == 512 * 2048
+
+
+def test_rounded_products_are_near():
+    hidden, head, targets, weights = made(33, 16, 101, torch.bfloat16)
+    exact = token_nll_definition(hidden, head, targets)
+    for values in (token_nll(hidden, head, targets, rounded=True),
+                   weighted_nll(hidden, head, targets, weights, rounded=True)[1]):
+        assert 1e-4 < (values.double() - exact).abs().max() < 0.1
