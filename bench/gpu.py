@@ -6,7 +6,7 @@
 Sections: `kernels` (each against its float64 definition, values and gradients), `families` (logits against the CPU),
 `triton` (the fused versions against the torch ones), `kl` and `ce` (the heads: time as a multiple of their matrix
 products, peak memory, against naive torch and Liger), `attention`, `experts`, `step` (a training step in bf16 against
-the time its products alone would take at the rate of one large product here), `long` (131,072 tokens through the KL head).
+the time its products alone would take at the rate of one large product here), `long` (131,072 tokens, KL head).
 A section that fails is reported and the next one runs; none starts after BUDGET seconds. Results so far are written
 after every section. Exit code 1 when a check or a section failed. Without a GPU it says so and does nothing. Several
 GPUs' figures cannot be had from one: bytes are counted in the tests instead.

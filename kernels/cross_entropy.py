@@ -122,7 +122,7 @@ class _Targets:
             return numbers
         most = self.exchange.most(lse)
         total = (lse - most).exp()
-        rest = [] if moment is None else [total * moment]
+        rest = [] if moment is None else [total * moment.nan_to_num()]  # a rank without entries has no mean
         total, wanted, *rest = self.exchange.sum(torch.stack([total, wanted, *rest])).unbind()
         return (most + total.log(), wanted, *(x / total for x in rest))
 
@@ -213,7 +213,7 @@ class _WeightedNLL(torch.autograd.Function):
 
 
 def _read(h: Tensor, W: Tensor, goal: _Targets, entropy: bool, rounded: bool, kept: Tensor | None) -> list[Tensor]:
-    """logsumexp, target logit and, for the entropy, sum p z of this rank's entries: float64 [c]. `kept` takes the logits."""
+    """logsumexp, target logit and, for the entropy, sum p z of this rank's entries: float64 [c]. kept: gets the logits"""
     dtype = compute_dtype(h)
     if use_triton(h) and not entropy and kept is None and len(W):
         from oprd.kernels import cross_entropy_triton

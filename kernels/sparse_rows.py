@@ -15,7 +15,7 @@ BLOCK_ELEMENTS = {"cpu": 2**21, "cuda": 2**26}  # of rows gathered at once
 
 
 def weigh_rows(ids: Tensor, numbers: Tensor, W: Tensor) -> Tensor:
-    """sum_j numbers[n, j] W[ids[n, j]] for ids, numbers [N, m] and W [V, D]: [N, D] in numbers' dtype (fp32 or fp64)."""
+    """sum_j numbers[n, j] W[ids[n, j]] for ids, numbers [N, m] and W [V, D]: [N, D] in numbers' dtype."""
     if not ids.numel():
         return numbers.new_zeros(len(ids), W.shape[1])
     if use_triton(numbers):
