@@ -49,9 +49,9 @@ from oprd.rollout.native import NativeEngine
 from oprd.rollout.records import Keeper
 from oprd.rollout.rft import Filtration, FiltrationSettings
 from oprd.rollout.road import Road, Routed, Teacher
+from oprd.rollout.tasks import read_tasks
 from oprd.rollout.teach import OutcomeRouting
 from oprd.sandbox.box import Broke
-from oprd.sandbox.task import read_tasks
 
 RECIPE = {"base": "pretrain", "+ Coding SFT": "coding-sft", "+ IF SFT": "if-sft", "+ OPRD": "oprd"}  # table row: stage
 
@@ -136,7 +136,7 @@ def on_policy(stage: str, parts: Callable) -> Callable:
         if done(config, stage, resume):
             return
         start, chat = starting_point(config, stage)
-        folder, tasks = stage_folder(config, stage), read_tasks(data_file(config, stage))
+        folder, tasks = stage_folder(config, stage), read_tasks(data_file(config, stage), config.data)
         n, seed = per_task(config, stage), config.run.seed
         steps, order = total_steps(config, len(tasks) * n), Order(len(tasks), seed)
         harness = Harness(config, chat)
@@ -288,7 +288,7 @@ def native_engine(config: Config, model: Model, version: int) -> NativeEngine:
 
 def evaluate_model(config: Config, path: Path, folder: Path, name: str) -> Report:
     chat, e = chat_of(config, path, acts=True), config.eval
-    tasks = read_tasks(data_file(config, "eval"))
+    tasks = read_tasks(data_file(config, "eval"), config.data)
     tasks = tasks[: e.tasks or len(tasks)]
     harness, engine = Harness(config, chat), native_engine(config, hf.load(path), 0)
     harness.sweep()

@@ -68,7 +68,7 @@ def data_path(config: Config, stage: str) -> Path:
 def data_file(config: Config, stage: str) -> Path:
     """`data_path`, which must exist."""
     path = data_path(config, stage)
-    if not (path.is_file() if stage in ACTS else path.exists()):
+    if not path.exists():
         raise FileNotFoundError(f"{path} does not exist; --stage microswe makes MicroSWE's files, or name your own")
     return path
 

@@ -67,7 +67,10 @@ class Data(Section):
     rows: str = Field("", description="rows (JSONL, Parquet, or a folder of them) of pretrain (text), coding-sft, "
                                       "if-sft (conversations); empty: MicroSWE's")
     tasks: str = Field("", description="task rows (JSONL) for oprd and eval; empty: MicroSWE's under run.folder")
-    strict: bool = Field(True, description="a bad training row stops the run (true) or is skipped and counted (false)")
+    strict: bool = Field(True, description="a bad training row or task stops the run (true) or is skipped and counted")
+    task_set: Literal["auto", "swe-rebench-v2", "multi-swe", "swe-bench", "swe-bench-pro", "swe-gym", "r2e"] = Field(
+        "auto", description="the published set that the task rows are of; auto: told row by row")
+    pro_scripts: str = Field("", description="SWE-bench Pro: the folder run_scripts of its harness")
     only_resolved: bool = Field(False, description="leave out rows whose mark (resolved, target, reward) says unsolved")
     max_tokens: int = Field(1024, ge=8, description="longest training row; longer texts (pretrain) are cut there")
 

@@ -113,6 +113,9 @@ _FAST = r"(?:\s(?:\d+\s*m?s?|\[skipped\]))?$"
 _SUITES = table(rule(r"(?P<said>PASS|FAIL)\s(?P<test>.*?)(?:\s\([\d.]+\s*m?s\))?$"), strip=False)
 _JEST = table(rule(r"(?P<said>[✓✕○])\s(?P<test>.+?)(?:\s\(\d+\s*m?s\))?$"))
 _JEST_JSON = table(rule(r"\[(?P<said>PASSED|FAILED)\]\s(?P<test>.+)$"))
+_MULTI_SWE_MARKED = table(rule(r"(?P<said>[✓×]) (?P<test>.+?)(?:\s*\d*\.?\d+\s*(?:ms|s|m))?$"),
+                          rule(r"✔ (?P<test>.+?)(?:\s\(\d*\.?\d*\s*\w+\))?$", PASSED),
+                          rule(r"\d+\) (?P<test>.+?)(?:\s\(\d*\.?\d*\s*\w+\))?$", FAILED))
 NAMED: dict[str, tuple[Parser, tuple[str, ...]]] = {  # parser; the runners that may have made its logs
     "parse_log_jest": (_JEST, ("jest",)),
     "parse_log_jest_json": (_JEST_JSON, ()),
@@ -131,8 +134,5 @@ NAMED: dict[str, tuple[Parser, tuple[str, ...]]] = {  # parser; the runners that
     "parse_log_js_4": (_js_4, ("jest", "mocha", "vitest", "node-test", "js")),
     "parse_log_npx": (table(rule(r"✔\s+(?P<test>.+?)(?:\s+\(\d+(?:ms)?\))?$", PASSED),
                             rule(r"\d+\)\s+(?P<test>.+?)(?:\s+\([^)]+\))?$", FAILED)), ("mocha", "js")),
-    "multi-swe-jest": (_multi_swe_jest, ("jest",)),
-    "multi-swe-vitest": (table(rule(r"(?P<said>[✓×]) (?P<test>.+?)(?:\s*\d*\.?\d+\s*(?:ms|s|m))?$")), ("vitest",)),
-    "multi-swe-mocha": (table(rule(r"✔ (?P<test>.+?)(?:\s\(\d*\.?\d*\s*\w+\))?$", PASSED),
-                              rule(r"\d+\) (?P<test>.+?)(?:\s\(\d*\.?\d*\s*\w+\))?$", FAILED)), ("mocha", "js")),
+    "multi-swe-js": (lambda log: [*_multi_swe_jest(log), *_MULTI_SWE_MARKED(log)], ("jest", "vitest", "mocha", "js")),
 }

@@ -184,7 +184,6 @@ NAMED: dict[str, tuple[Parser, tuple[str, ...]]] = {
                                     r"Timeout)\b", flags=re.I)), ("ctest",)),
     "multi-swe-go": (_multi_swe_go, ("go",)),
     "multi-swe-rust": (table(rule(r"test (?P<test>\S+) \.\.\. (?P<said>ok|FAILED|ignored)")), ("cargo",)),
-    "multi-swe-ctest": (table(rule(r"\d+/\d+\s*Test\s*#\d+:\s*(?P<test>.*?)\s*\.+\s*(?P<said>Passed|\*+Failed$)",
-                                   FAILED)), ("ctest",)),
-    "multi-swe-check": (table(rule(r"(?P<said>PASS|FAIL|SKIP): (?P<test>\S+)$")), ()),
+    "multi-swe-c": (table(rule(r"\d+/\d+\s*Test\s*#\d+:\s*(?P<test>.*?)\s*\.+\s*(?P<said>Passed|\*+Failed$)", FAILED),
+                          rule(r"(?P<said>PASS|FAIL|SKIP): (?P<test>\S+)$")), ()),
 }

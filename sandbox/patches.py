@@ -5,6 +5,7 @@ from __future__ import annotations
 import posixpath
 import re
 from dataclasses import dataclass
+from typing import Mapping
 
 _HUNK = re.compile(rb"@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@")
 _ESCAPES = {b"a": 7, b"b": 8, b"t": 9, b"n": 10, b"v": 11, b"f": 12, b"r": 13, b'"': 34, b"\\": 92}
@@ -95,6 +96,20 @@ def _unquoted(name: bytes) -> str:
         name = re.sub(rb'\\([0-7]{3}|.)', lambda m: bytes([int(m[1], 8) & 255 if len(m[1]) == 3 else _ESCAPES.get(
             m[1], m[1][0])]), name[1:-1])
     return name.decode("utf-8", "surrogateescape")
+
+
+def added_files(files: Mapping[str, str]) -> str:
+    """A git patch that adds files, path -> text."""
+    patch = []
+    for path, text in files.items():
+        lines = text.split("\n")
+        ends = lines[-1] == ""
+        lines = lines[:-1] if ends else lines
+        patch += [f"diff --git a/{path} b/{path}", "new file mode 100644"]
+        if text:
+            patch += ["--- /dev/null", f"+++ b/{path}", f"@@ -0,0 +1,{len(lines)} @@", *(f"+{line}" for line in lines)]
+            patch += [] if ends else ["\\ No newline at end of file"]
+    return "".join(f"{line}\n" for line in patch)
 
 
 def unsafe(change: FileChange) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Mapping
@@ -20,7 +21,9 @@ KINDS = {name: list if name in LISTS else Mapping if name == "install_config" el
 class Task:
     """One task. Field names follow the data set; `files` holds a MicroSWE repository's base tree, path -> text
     (real sets have an `image_name` instead). install_config.test_cmd is the command (or list of commands) that runs
-    the hidden tests, install_config.log_parser the parser of its output (`unittest` or `pytest`)."""
+    the hidden tests, install_config.log_parser the parser of its output (a name of sandbox/logs.py). workdir: where
+    the image has the repository; None: in its working directory. hidden: absolute paths of the image that show the
+    solution or its tests; grading does not need them. source: the set the row is of (sandbox/task_sets.py)."""
 
     instance_id: str
     repo: str
@@ -34,6 +37,9 @@ class Task:
     image_name: str | None = None
     files: Mapping[str, str] = field(default_factory=dict)
     meta: Mapping[str, Any] = field(default_factory=dict)
+    workdir: str | None = None
+    hidden: tuple[str, ...] = ()
+    source: str | None = None
 
     def to_row(self) -> dict[str, Any]:
         row = {"instance_id": self.instance_id, "repo": self.repo, "base_commit": self.base_commit,
@@ -44,6 +50,8 @@ class Task:
             row["image_name"] = self.image_name
         if self.files:
             row["files"] = dict(self.files)
+        row |= {name: value for name, value in (("workdir", self.workdir), ("hidden", list(self.hidden)),
+                                                ("source", self.source)) if value}
         return row
 
 
@@ -56,7 +64,8 @@ def task_from_row(row: Mapping[str, Any], where: str) -> Task:
     missing = [name for name in REQUIRED if name not in row]
     if missing:
         raise ValueError(f"{where}: task has no field {missing[0]}; a SWE-rebench V2 row needs {', '.join(REQUIRED)}")
-    for name, wanted in (*KINDS.items(), ("image_name", str), ("files", Mapping), ("meta", Mapping)):
+    for name, wanted in (*KINDS.items(), ("image_name", str), ("files", Mapping), ("meta", Mapping),
+                         ("workdir", str), ("hidden", list), ("source", str)):
         if not isinstance(row.get(name), wanted) and (name in REQUIRED or row.get(name) is not None):
             kind = {list: "list", Mapping: "JSON object", str: "string"}[wanted]
             raise ValueError(f"{where}: {name} must be a {kind}, got {type(row[name]).__name__}")
@@ -66,7 +75,8 @@ def task_from_row(row: Mapping[str, Any], where: str) -> Task:
         raise ValueError(f"{where}: {problem}") from None
     return Task(row["instance_id"], row["repo"], row["base_commit"], row["problem_statement"], row["patch"],
                 row["test_patch"], tuple(row["FAIL_TO_PASS"]), tuple(row["PASS_TO_PASS"]), row["install_config"],
-                row.get("image_name"), row.get("files") or {}, row.get("meta") or {})
+                row.get("image_name"), row.get("files") or {}, row.get("meta") or {}, row.get("workdir"),
+                tuple(row.get("hidden") or ()), row.get("source"))
 
 
 def _check(row: Mapping[str, Any]) -> None:
@@ -86,6 +96,9 @@ def _check(row: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}: {str(problem).removeprefix(f'{name}: ')}") from None
         if bad:
             raise ValueError(f"{name}: {bad}")
+    for path in filter(None, [row.get("workdir"), *(row.get("hidden") or ())]):
+        if not isinstance(path, str) or not re.fullmatch(r"(/[\w.+@-]+)+", path) or ".." in path.split("/"):
+            raise ValueError(f"workdir and hidden must be absolute paths without blanks, got {path!r}")
     config = row["install_config"]
     command = config.get("test_cmd")
     parts = command if isinstance(command, list) else [command]

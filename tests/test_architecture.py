@@ -11,7 +11,7 @@ MAY_IMPORT = {
     "sandbox": {"sandbox"},
     "parallel": {"parallel", "kernels"},
     "core": {"core", "parallel", "kernels"},
-    "rollout": {"rollout", "sandbox", "core.types", "core.chat", "core.settings", "core.disk"},
+    "rollout": {"rollout", "sandbox", "core.types", "core.chat", "core.settings", "core.disk", "core.sources"},
 }
 FILES = [(room, path) for room in MAY_IMPORT for path in sorted((ROOT / room).glob("*.py"))]
 
