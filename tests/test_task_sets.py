@@ -16,7 +16,8 @@ from tests.sandbox_help import PATCH, TASK, TEST_PATCH
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 COMMON = {"base_commit": SHA, "patch": PATCH, "test_patch": TEST_PATCH, "problem_statement": "add() subtracts."}
-REBENCH = {**COMMON, "instance_id": "owner__name-7", "repo": "Owner/Name", "created_at": 1609298073000, "language": "go",
+REBENCH = {**COMMON, "instance_id": "owner__name-7", "repo": "Owner/Name", "created_at": 1609298073000,
+           "language": "go",
            "FAIL_TO_PASS": ["TestA"], "PASS_TO_PASS": ["TestB"], "interface": "No new interfaces are introduced.",
            "image_name": "docker.io/swerebenchv2/owner-name:7-0123456",
            "install_config": {"base_image_name": "go:1.22", "docker_specs": None, "install": ["go mod download"],
