@@ -1,15 +1,14 @@
 """Training checkpoints: everything a run needs to go on as if it had never stopped.
 
     FOLDER/step_40/
-        model/          the student, a Hugging Face directory
-        teacher/        the teacher's weights, likewise (only if there is one)
-        optimizer.pt    AdamW.state_dict()
-        random.pt       states of Python's, numpy's and torch's generators
-        position.json   where the run was: steps done, data position, refresh position, whatever the caller needs
+        state/          weights, the teacher's, the optimizer's moments (core/pieces.py), from every rank
+        random_0.pt     states of Python's, numpy's and torch's generators, one file a rank
+        position.json   where the run was: steps done, data position, whatever the caller needs
         COMPLETE        written last: every file's name and size
 
 A checkpoint is written under another name beside its place, flushed to the disk, and published by one rename: there
-is no moment at which a kill loses the previous one. One process writes to a folder at a time.
+is no moment at which a kill loses the previous one. All ranks of one run write to a folder (which they share), and
+the first of them decides; nobody else does at a time.
 """
 
 from __future__ import annotations
@@ -26,8 +25,11 @@ from typing import Any, Callable, Mapping
 import numpy as np
 import torch
 from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
 
 from oprd.core.disk import sync
+from oprd.parallel.collectives import all_objects
+from oprd.parallel.mesh import Axis
 
 log = logging.getLogger("oprd.checkpoint")
 
@@ -35,49 +37,67 @@ MARKER = "COMPLETE"
 NAME = re.compile(r"step_(\d+)(?:\.replaced)?")
 UNFINISHED = ".unfinished_"
 
-WriteWeights = Callable[[Path], None]  # writes one model as a Hugging Face directory at the path it is given
+WriteState = Callable[[Path], None]  # writes this rank's part of the state into the folder it is given, with the others
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A loaded checkpoint. `model` and `teacher` are directories, for whoever builds models."""
+    """A loaded checkpoint. `state` is a folder, for whoever builds models."""
 
     step: int
-    model: Path
-    teacher: Path | None
-    optimizer: Mapping[str, Any]
+    state: Path
     random: Mapping[str, Any]
     position: Mapping[str, Any]
 
 
-def save(folder: Path, step: int, *, model: WriteWeights, optimizer: Mapping[str, Any], position: Mapping[str, Any],
-         teacher: WriteWeights | None = None, keep: int = 2) -> Path:
+def save(folder: Path, step: int, *, state: WriteState, position: Mapping[str, Any], keep: int = 2,
+         random: Mapping[str, Any] | None = None, axis: Axis = Axis("world")) -> Path:
     """Write checkpoint `step_<step>` in `folder` and keep the newest `keep` (at least 1). Returns its path.
 
-    The random generators' states are taken here. A full or unwritable disk is an OSError of one line; what was
-    there before stays.
+    Every rank of axis must call it. random: the generators' states, as random_state() gives them; default: now. A full
+    or unwritable disk, on whichever rank, is an OSError of one line on all; what was there before stays.
     """
     assert keep >= 1, keep
     place = folder / f"step_{step}"
     aside = folder / f"{UNFINISHED}{place.name}"
-    try:
+    first = axis.rank == 0
+
+    def begin() -> None:
         _sweep(folder)
-        aside.mkdir(parents=True)
-        model(aside / "model")
-        if teacher is not None:
-            teacher(aside / "teacher")
-        torch.save(dict(optimizer), aside / "optimizer.pt")
-        torch.save(random_state(), aside / "random.pt")
+        (aside / "state").mkdir(parents=True)
+
+    def fill() -> None:
+        state(aside / "state")
+        torch.save(random_state() if random is None else dict(random), aside / f"random_{axis.rank}.pt")
+        sync(aside / f"random_{axis.rank}.pt")
+
+    def publish() -> None:
         (aside / "position.json").write_text(json.dumps(position, indent=1, allow_nan=False), encoding="utf-8")
         _seal(aside)
         _publish(aside, place)
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors report a full disk their own way
-        shutil.rmtree(aside, ignore_errors=True)
-        reason = " ".join(str(getattr(error, "strerror", None) or error).split())
-        raise OSError(f"checkpoint {place} was not written: {reason}; earlier checkpoints are untouched, free some "
-                      "space or choose another run folder") from error
-    _prune(folder, keep)
+        _prune(folder, keep)
+
+    for work in (begin if first else None, fill, publish if first else None):
+        if reason := _failure(work, axis):
+            if first:
+                shutil.rmtree(aside, ignore_errors=True)
+            raise OSError(f"checkpoint {place} was not written: {reason}; earlier checkpoints are untouched, free some "
+                          "space or choose another run folder")
     return place
+
+
+def _failure(work: Callable[[], None] | None, axis: Axis) -> str | None:
+    """Do this rank's work; why the machine did not let it, or another rank's, be done."""
+    reason = None
+    try:
+        if work is not None:
+            work()
+    # torch and safetensors report a full disk their own ways
+    except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
+        if isinstance(error, CheckpointException):
+            error = next(iter(error.failures.values()))[0]
+        reason = " ".join(str(getattr(error, "strerror", None) or error).split())
+    return next((r for r in all_objects(reason, axis) if r is not None), None)
 
 
 def newest(folder: Path) -> Path | None:
@@ -96,8 +116,9 @@ def newest(folder: Path) -> Path | None:
     return None
 
 
-def load(path: Path) -> Checkpoint:
-    """Read one checkpoint. Nothing is restored: the caller builds the models, then calls `restore_random`.
+def load(path: Path, rank: int = 0) -> Checkpoint:
+    """Read one checkpoint. Nothing is restored: the caller builds the models, then calls `restore_random`. A rank that
+    the run that wrote it had not goes on with the first one's generators.
 
     Raises ValueError naming the file that is missing or damaged.
     """
@@ -106,10 +127,8 @@ def load(path: Path) -> Checkpoint:
         raise ValueError(f"checkpoint {path} is not complete: {problem}")
     return Checkpoint(
         step=int(NAME.fullmatch(path.name)[1]),
-        model=path / "model",
-        teacher=path / "teacher" if (path / "teacher").is_dir() else None,
-        optimizer=_read(path / "optimizer.pt", _tensors),
-        random=_read(path / "random.pt", _tensors),
+        state=path / "state",
+        random=_read(own if (own := path / f"random_{rank}.pt").exists() else path / "random_0.pt", _tensors),
         position=_read(path / "position.json", lambda file: json.loads(file.read_text(encoding="utf-8"))),
     )
 

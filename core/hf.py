@@ -27,6 +27,8 @@ from oprd.core.model import Model, stays_float32
 from oprd.core.names import EMBEDDING, is_extra_head, is_untouched, own_form, own_name, pairs
 from oprd.core.tensors import (DTYPES, INDEX, NAMES, SINGLE, Entry, Stored, entries, make_header, metadata_of,
                                read_headers, read_json, total_bytes, write_file)
+from oprd.core.whole import with_whole_state
+from oprd.parallel.mesh import Mesh
 
 CARRIED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
            "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
@@ -42,25 +44,47 @@ def load_config(path: str | Path) -> ModelConfig:
     return ModelConfig.from_hf(read_json(folder / "config.json"), source=str(folder / "config.json"))
 
 
-def load(path: str | Path, dtype: torch.dtype = torch.float32) -> Model:
-    """The model in a directory, on the CPU, in `dtype` (decays and norms: at least float32). Tensors are read one by
-    one into their places, so the peak is the model and one tensor.
+def load(path: str | Path, dtype: torch.dtype = torch.float32, mesh: Mesh = Mesh(), recompute: bool = False) -> Model:
+    """The model in a directory, on the mesh's device, in `dtype` (decays and norms: at least float32); on a mesh this
+    rank's part of it. Parameters are read one by one, so the peak is the part, one whole parameter and one tensor.
 
     FileNotFoundError: the directory, config.json, the weights, or a shard the index names is missing. ValueError:
     a file that cannot be read, a tensor that is missing, unexpected, of another shape, or not floating point.
     """
     config, stored = load_config(path), read_headers(path)
     check_coverage(stored, config)
-    with torch.device("meta"):
-        model = Model(config)
-    wide = torch.promote_types(dtype, torch.float32)
-    parameters = {name: torch.empty(p.shape, dtype=wide if stays_float32(name) else dtype)
-                  for name, p in model.state_dict().items()}
-    for name in stored.tensors:
+    whole = _shapes(config)
+    holders: dict[str, list[str]] = {name: [] for name in whole}  # which stored tensors a parameter is made of
+    for name, entry in stored.tensors.items():
         if not is_untouched(name) and not is_extra_head(name, config):
-            _place(name, stored.tensor(name), parameters, config)
-    model.load_state_dict(parameters, assign=True)
+            for own, *_ in pairs(name, torch.empty(entry.shape, device="meta"), whole, config):
+                holders[own].append(name)
+    model = blank(config, dtype, mesh, recompute)
+    for name, p in model.state_dict().items():
+        full = torch.empty(whole[name].shape, dtype=p.dtype)
+        for held in holders[name]:
+            for own, source, target in pairs(held, stored.tensor(held), {**whole, name: full}, config):
+                if own == name:
+                    target.copy_(source)
+        p.copy_(model.cuts[name].take(full))
     return model
+
+
+def blank(config: ModelConfig, dtype: torch.dtype = torch.float32, mesh: Mesh = Mesh(),
+          recompute: bool = False) -> Model:
+    """A model (on a mesh this rank's part of it) that is all zeros, in the dtypes of load()."""
+    with torch.device("meta"):
+        model = Model(config, mesh, recompute)
+    wide = torch.promote_types(dtype, torch.float32)
+    model.load_state_dict({name: torch.zeros(p.shape, dtype=wide if stays_float32(name) else dtype, device=mesh.device)
+                           for name, p in model.state_dict().items()}, assign=True)
+    return model
+
+
+def _shapes(config: ModelConfig) -> dict[str, Tensor]:
+    """Every whole parameter on the meta device."""
+    with torch.device("meta"):
+        return Model(config).state_dict()
 
 
 def save(model: Model, path: str | Path, tokenizer_from: str | Path | None = None, overwrite: bool = False,
@@ -71,16 +95,21 @@ def save(model: Model, path: str | Path, tokenizer_from: str | Path | None = Non
     directory (one with a config.json; anything else is never touched). dtype: of every stored tensor; None keeps each
     parameter's own. A shard holds at most `shard_bytes`, or one tensor.
     """
-    state, config = model.state_dict(), model.config
+    with_whole_state(model, lambda state: _save(model, state, Path(path), tokenizer_from, overwrite, dtype, shard_bytes))
+
+
+def _save(model: Model, state: Mapping[str, Tensor], path: Path, tokenizer_from: str | Path | None, overwrite: bool,
+          dtype: torch.dtype | None, shard_bytes: int) -> None:
+    own, config = model.state_dict(), model.config
     base = dtype or model.head_weight.dtype
-    form = {name: _form(dtype or (state[name].dtype if name in state else base), shape)
-            for name, shape in own_form(state, config).items()}
+    form = {name: _form(dtype or (own[name].dtype if name in own else base), shape)
+            for name, shape in own_form(_shapes(config), config).items()}
     shards = _split({name: size for name, (_, _, size) in form.items()}, shard_bytes)
     files = [SINGLE] if len(shards) == 1 else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
                                                for i in range(len(shards))]
     headers = {file: make_header({name: form[name] for name in names}, {"format": "pt"})
                for file, names in zip(files, shards)}
-    with new_folder(Path(path), overwrite) as folder:
+    with new_folder(path, overwrite) as folder:
         _write_json(folder / "config.json", {**config.to_hf(), "dtype": str(base).removeprefix("torch.")})
         _carry_files(tokenizer_from, folder)
         for file, header in headers.items():
@@ -92,9 +121,10 @@ def save(model: Model, path: str | Path, tokenizer_from: str | Path | None = Non
 
 
 def save_like(model: Model, path: str | Path, source: str | Path, overwrite: bool = False,
-              dtype: torch.dtype | None = None) -> str:
+              dtype: torch.dtype | None = None) -> str | None:
     """Write the model in the form of `source`, the directory it was loaded from: the same files, headers and names;
-    tensors that are not ours, config.json and `CARRIED` files byte for byte. Returns what was written, in words.
+    tensors that are not ours, config.json and `CARRIED` files byte for byte. Returns what was written, in words, on the
+    first rank of a mesh; all must call it.
 
     dtype: what to store our tensors in, instead of the source's dtypes; those that the source keeps wider than its
     embedding (decays in float32) stay so.
@@ -102,10 +132,14 @@ def save_like(model: Model, path: str | Path, source: str | Path, overwrite: boo
     Raises ValueError, before anything is written, when the source is of another model or its tensors are not exactly
     ours and the known carried ones.
     """
+    return with_whole_state(model, lambda state: _save_like(model, state, path, source, overwrite, dtype))
+
+
+def _save_like(model: Model, state: Mapping[str, Tensor], path: str | Path, source: str | Path, overwrite: bool,
+               dtype: torch.dtype | None) -> str:
     stored, config = read_headers(source), load_config(source)
     _check_same_model(source, config, model.config)
     carried = check_coverage(stored, config)
-    state = model.state_dict()
     headers = stored.headers if dtype is None else _recast(stored, dtype)
 
     def numbers(name: str, entry: Entry) -> Tensor:
@@ -142,8 +176,7 @@ def check_coverage(stored: Stored, config: ModelConfig) -> int:
     ValueError names the first tensor that is missing, unexpected, there twice, of another shape, or not floating point,
     and a head that is not the embedding it is tied to.
     """
-    with torch.device("meta"):
-        parameters = Model(config).state_dict()
+    parameters = _shapes(config)
     filled: Counter[str] = Counter()
     seen, unexpected, carried = set(), [], 0
     for name, entry in stored.tensors.items():
@@ -196,12 +229,6 @@ def _check_same_model(source: str | Path, config: ModelConfig, ours: ModelConfig
         if theirs.get(name) != wanted.get(name):
             raise ValueError(f"{source}: config.json is of another model than the one to be saved: {name} = "
                              f"{theirs.get(name)!r}, the model has {wanted.get(name)!r}")
-
-
-def _place(name: str, tensor: Tensor, parameters: Mapping[str, Tensor], config: ModelConfig) -> None:
-    """Copy a stored tensor to the parameters it holds."""
-    for _, source, target in pairs(name, tensor, parameters, config):
-        target.copy_(source)
 
 
 def _built(name: str, entry: Entry, parameters: Mapping[str, Tensor], config: ModelConfig) -> Tensor:

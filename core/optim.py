@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Iterable, Mapping
+from typing import Any, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from oprd.parallel.reducer import LOW_PRECISION, Reducer
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def learning_rate(step: int, total: int, peak: float, minimum: float = 0.0, warmup_ratio: float = 0.0,
@@ -125,6 +128,36 @@ class AdamW:
         for p, master in low:
             master.grad = None
             p.copy_(master)
+
+    def parts(self) -> Iterator[tuple[str, str, int, Tensor]]:
+        """What is updated here, for a checkpoint: (`model`, `exp_avg` or `exp_avg_sq`; the parameter's name; its first
+        row that is here; the rows)."""
+        for name, master in self._masters.items():
+            first = self.reducer.rows(name)[0] if self.reducer else 0
+            yield "model", name, first, master.detach()
+            state = self._adam.state.get(master, {})
+            for kind in MOMENTS if state else ():
+                yield kind, name, first, state[kind]
+
+    def steps(self) -> dict[str, int]:
+        """How many updates every parameter has had; one that never got a gradient is left out."""
+        return {n: int(state["step"]) for n, m in self._masters.items() if (state := self._adam.state.get(m))}
+
+    def prepare(self, steps: Mapping[str, int]) -> None:
+        """Make room for a saved state of so many updates, for parts() to be filled in place; then call loaded()."""
+        for name, master in self._masters.items():
+            if name in steps:
+                self._adam.state[master] = {"step": torch.tensor(float(steps[name]), device=master.device),
+                                            **{kind: torch.zeros_like(master) for kind in MOMENTS}}
+
+    @torch.no_grad()
+    def loaded(self) -> None:
+        """The masters have new numbers: bring the parameters after them."""
+        if self.reducer is not None:
+            self.reducer.publish(self._masters)
+        for name, master in self._masters.items() if self.reducer is None else ():
+            if master is not self.parameters[name]:
+                self.parameters[name].copy_(master)
 
     def state_dict(self) -> dict[str, Any]:
         """By parameter name: {"state": moments and step count, "masters": fp32 masters}. A parameter that never

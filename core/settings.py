@@ -93,6 +93,22 @@ class Train(Section):
     keep: int = Field(2, ge=1, description="checkpoints kept")
 
 
+class Parallel(Section):
+    dp: int = Field(0, ge=0, description="ranks that read different micro-batches; 0: what is left of the started ones")
+    cp: int = Field(1, ge=1, description="ranks that share a micro-batch's tokens and exchange them for heads (Ulysses)")
+    tp: int = Field(1, ge=1, description="ranks that share the weights of every layer, and its tokens between layers")
+    ep: int = Field(1, ge=1, description="ranks that share the experts of every mixture; may lie across dp, cp and tp")
+    zero: int = Field(1, ge=0, le=2, description="sharded over ranks with equal weights: 0 nothing, 1 the optimizer's "
+                                                 "state, 2 its state and the gradients")
+    weights: Literal["fp32", "bf16"] = Field("fp32", description="type of resident weights (the optimizer's are fp32)")
+    recompute: bool = Field(False, description="keep only each layer's input for the backward pass, run it again there")
+    offload: bool = Field(False, description="keep the optimizer's state in CPU memory")
+    teacher_on_cpu: bool = Field(False, description="keep the teacher in CPU memory between optimizer steps")
+    bucket_mib: int = Field(64, ge=1, description="gradients that travel together, in MiB of all ranks")
+    async_save: bool = Field(False, description="go on training while a checkpoint is being written")
+    timeout_s: float = Field(7200.0, gt=0, description="seconds a rank waits for the others (in rollouts: for the first)")
+
+
 class Rollout(Section):
     workers: int = Field(32, ge=1, description="conversations open at once")
     verifiers: int = Field(2, ge=1, description="gradings at once")
@@ -260,6 +276,7 @@ class Config(Section):
     microswe: MicroSWE = MicroSWE()
     data: Data = Data()
     train: Train = Train()
+    parallel: Parallel = Parallel()
     rollout: Rollout = Rollout()
     sandbox: SandboxSettings = SandboxSettings()
     reminders: Reminders = Reminders()

@@ -120,9 +120,20 @@ class Mesh:
                     make("expert_replicas", blocks, 0), device)
 
     @property
+    def first(self) -> bool:
+        """Whether this is the rank that decides, writes and speaks for all."""
+        return self.world.rank == 0
+
+    @property
     def traffic(self) -> Counter:
         """Bytes this rank has sent, by axis name."""
         return self.world.traffic
+
+    def saving(self) -> Axis:
+        """All ranks once more, in a group of their own: for what goes on beside the training. Every rank must ask."""
+        if 0 not in self._copies:
+            self._copies[0] = _axis("saving", np.arange(self.world.size), (0,), self.traffic)
+        return self._copies[0]
 
     def copies(self, count: int) -> Axis:
         """The ranks that hold the same part where `count` neighbours of tp share one. Every rank must ask alike."""

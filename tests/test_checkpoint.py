@@ -21,7 +21,6 @@ FORK = multiprocessing.get_context("fork")
 
 def weights(value, files=1):
     def write(path):
-        path.mkdir()
         for i in range(files):
             (path / f"part{i}.safetensors").write_bytes(bytes([value]) * 1000)
 
@@ -29,9 +28,7 @@ def weights(value, files=1):
 
 
 def put(folder, step, keep=10, **parts):
-    optimizer = {"state": {"w": {"exp_avg": torch.full((3,), float(step)), "step": torch.tensor(1.0)}}, "masters": {}}
-    return save(folder, step, **{"model": weights(step % 256), "optimizer": optimizer, "position": {"at": step},
-                                 "keep": keep, **parts})
+    return save(folder, step, **{"state": weights(step % 256), "position": {"at": step}, "keep": keep, **parts})
 
 
 def names(folder):
@@ -39,13 +36,10 @@ def names(folder):
 
 
 def test_what_was_saved_is_loaded(tmp_path):
-    path = put(tmp_path, 12, teacher=weights(7), position={"task": 3, "refreshed_at": [1, 2], "note": "é"})
+    path = put(tmp_path, 12, position={"task": 3, "refreshed_at": [1, 2], "note": "é"})
     found = load(path)
     assert (found.step, found.position) == (12, {"task": 3, "refreshed_at": [1, 2], "note": "é"})
-    assert (found.model / "part0.safetensors").read_bytes() == bytes([12]) * 1000
-    assert (found.teacher / "part0.safetensors").read_bytes() == bytes([7]) * 1000
-    assert found.optimizer["state"]["w"]["exp_avg"].tolist() == [12.0] * 3
-    assert load(put(tmp_path, 13)).teacher is None
+    assert (found.state / "part0.safetensors").read_bytes() == bytes([12]) * 1000
 
 
 def test_random_draws_go_on_where_they_were(tmp_path):
@@ -94,12 +88,12 @@ def test_an_incomplete_one_does_not_count_as_kept(tmp_path):
     (lambda p: (p / "COMPLETE").write_text("[]"), "COMPLETE does not list files"),
     (lambda p: (p / "COMPLETE").write_text("{}"), "COMPLETE does not list files"),
     (lambda p: (p / "COMPLETE").write_bytes(b"\xff{}"), "no readable COMPLETE"),
-    (lambda p: (p / "model" / "part1.safetensors").unlink(), "model/part1.safetensors is missing"),
-    (lambda p: (p / "optimizer.pt").write_bytes(b"cut"), "optimizer.pt has 3 bytes instead of"),
+    (lambda p: (p / "state" / "part1.safetensors").unlink(), "state/part1.safetensors is missing"),
+    (lambda p: (p / "random_0.pt").write_bytes(b"cut"), "random_0.pt has 3 bytes instead of"),
 ])
 def test_a_damaged_one_is_skipped_with_the_reason_and_refused_when_asked_for(tmp_path, caplog, damage, reason):
     put(tmp_path, 9)
-    bad = put(tmp_path, 10, model=weights(1, files=2))
+    bad = put(tmp_path, 10, state=weights(1, files=2))
     damage(bad)
     with caplog.at_level(logging.WARNING):
         assert newest(tmp_path).name == "step_9"
@@ -111,13 +105,13 @@ def test_a_damaged_one_is_skipped_with_the_reason_and_refused_when_asked_for(tmp
 def test_when_every_one_is_damaged_nothing_starts_anew_and_nothing_is_thrown_away(tmp_path):
     for step in (9, 10):
         put(tmp_path, step)
-        (tmp_path / f"step_{step}" / "optimizer.pt").unlink()
-    with pytest.raises(ValueError, match="no checkpoint is complete .step_10: optimizer.pt is missing; step_9: .*move"):
+        (tmp_path / f"step_{step}" / "random_0.pt").unlink()
+    with pytest.raises(ValueError, match="no checkpoint is complete .step_10: random_0.pt is missing; step_9: .*move"):
         newest(tmp_path)
-    assert names(tmp_path) == ["step_10", "step_9"] and (tmp_path / "step_9" / "model" / "part0.safetensors").is_file()
+    assert names(tmp_path) == ["step_10", "step_9"] and (tmp_path / "step_9" / "state" / "part0.safetensors").is_file()
 
 
-@pytest.mark.parametrize("name", ["optimizer.pt", "random.pt", "position.json"])
+@pytest.mark.parametrize("name", ["random_0.pt", "position.json"])
 @pytest.mark.parametrize("change", [lambda data: b"\0" * len(data), lambda data: data[: len(data) // 2] * 2])
 def test_a_file_of_the_right_size_with_other_bytes_is_named_with_the_remedy(tmp_path, name, change):
     file = put(tmp_path, 3) / name
@@ -149,8 +143,8 @@ def test_a_kill_in_the_middle_of_a_save_loses_only_that_save(tmp_path):
 
     in_child(put, tmp_path, 2).join()
     assert newest(tmp_path).name == "step_2"  # a child that is left alone does save
-    killed = in_child(lambda: put(tmp_path, 3, model=stuck))
-    wait_for(lambda: (tmp_path / ".unfinished_step_3" / "model" / "part0.safetensors").exists(), killed)
+    killed = in_child(lambda: put(tmp_path, 3, state=stuck))
+    wait_for(lambda: (tmp_path / ".unfinished_step_3" / "state" / "part0.safetensors").exists(), killed)
     os.kill(killed.pid, signal.SIGKILL)
     killed.join()
     assert newest(tmp_path).name == "step_2" and load(newest(tmp_path)).position == {"at": 2}
@@ -173,8 +167,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path, after_s):
     child.join()
     found = load(newest(tmp_path))
     assert found.step >= 2 and found.position == {"at": found.step}
-    assert found.optimizer["state"]["w"]["exp_avg"][0] == found.step
-    assert (found.model / "part0.safetensors").read_bytes() == bytes([found.step % 256]) * 1000
+    assert (found.state / "part0.safetensors").read_bytes() == bytes([found.step % 256]) * 1000
 
 
 def test_saving_a_step_again_replaces_it_and_a_kill_between_the_renames_loses_nothing(tmp_path):
@@ -207,11 +200,11 @@ def test_a_disk_that_takes_no_more_is_one_line_and_leaves_the_old_checkpoint(tmp
 
 
 def test_torchs_own_report_of_a_full_disk_is_one_line_too(tmp_path):
-    def model(path):
+    def state(path):
         raise RuntimeError("[enforce fail at inline_container.cc] unexpected pos\nframe #0: trace")
 
     with pytest.raises(OSError, match="step_1 was not written: .*unexpected pos frame") as caught:
-        put(tmp_path, 1, model=model)
+        put(tmp_path, 1, state=state)
     assert "\n" not in str(caught.value) and names(tmp_path) == []
 
 
@@ -228,6 +221,6 @@ def test_a_position_that_is_not_json_is_our_mistake_and_leaves_nothing_published
 
 
 def test_the_marker_lists_every_file(tmp_path):
-    path = put(tmp_path, 1, teacher=weights(2))
+    path = put(tmp_path, 1, state=weights(2, 3))
     listed = json.loads((path / "COMPLETE").read_text())
     assert set(listed) == {str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()} - {"COMPLETE"}

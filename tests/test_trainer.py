@@ -7,6 +7,7 @@ import signal
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 
 from oprd.core import hf
 from oprd.core.settings import Train
@@ -80,7 +81,8 @@ def test_a_shared_teacher_is_the_student(start, tmp_path):
     trainer = Trainer(plan(shared=True), tmp_path / "run", start, False)
     assert trainer.teacher is trainer.model
     trainer.run(supply)
-    assert not (tmp_path / "run" / "checkpoints" / "step_8" / "teacher").exists()
+    stored = FileSystemReader(tmp_path / "run" / "checkpoints" / "step_8" / "state").read_metadata().state_dict_metadata
+    assert {name.split("/")[0] for name in stored} == {"model", "exp_avg", "exp_avg_sq"}
 
 
 def test_an_existing_run_is_never_overwritten_silently(start, tmp_path):
@@ -91,16 +93,17 @@ def test_an_existing_run_is_never_overwritten_silently(start, tmp_path):
         Trainer(plan(9), tmp_path / "run", start, True)
 
 
-def test_an_optimizer_state_of_another_form_is_one_line_with_the_remedy(start, tmp_path):
+def test_a_damaged_state_is_one_line_with_the_remedy(start, tmp_path):
     Trainer(plan(), tmp_path / "run", start, False).run(supply)
     found = tmp_path / "run" / "checkpoints" / "step_8"
-    for wrong in ({}, {"state": 3, "masters": {}}, {"state": {"model.norm.weight": {}}, "masters": {}}):
-        torch.save(wrong, found / "optimizer.pt")
-        sizes = json.loads((found / "COMPLETE").read_text())
-        sizes["optimizer.pt"] = (found / "optimizer.pt").stat().st_size
-        (found / "COMPLETE").write_text(json.dumps(sizes))
-        with pytest.raises(ValueError, match="step_8: optimizer.pt or random.pt does not hold .*move .*step_8 away"):
+    for file in (found / "state").iterdir():
+        whole = file.read_bytes()
+        file.write_bytes(b"\0" * len(whole))
+        with pytest.raises(ValueError, match="step_8: state/ .*move .*step_8 away") as caught:
             Trainer(plan(), tmp_path / "run", start, True)
+        assert "\n" not in str(caught.value)
+        file.write_bytes(whole)
+    assert Trainer(plan(), tmp_path / "run", start, True).step == 8
 
 
 def test_sigterm_saves_at_the_step_boundary_and_resume_goes_on(start, tmp_path):
