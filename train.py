@@ -12,9 +12,11 @@ behaviours and parse-log. docs/architecture.md is the map.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import zlib
 from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Callable
 
@@ -35,7 +37,8 @@ from oprd.core.score import target_logprobs
 from oprd.core.settings import Config
 from oprd.core.tokenizer import train_bpe
 from oprd.core.trainer import Plan, Stopped, Trainer
-from oprd.parallel.mesh import Mesh
+from oprd.core.whole import Mirror
+from oprd.parallel.mesh import Mesh, Sizes
 from oprd.rollout import commands as rollout_commands
 from oprd.rollout import recordings
 from oprd.rollout.annotate import annotate, inputs
@@ -62,19 +65,22 @@ def main(argv: list[str]) -> int:
         options, given = configuration.parse(argv)
         load = lambda stage: configuration.load(options.config, stage, given)  # noqa: E731
         config = load(options.stage)
-        Mesh.from_environment()
         torch.set_num_threads(config.run.threads or torch.get_num_threads())
         if options.dry_run:
             print(configuration.dump(config))
             for stage in RECIPE.values() if options.stage == "all" else (options.stage,):
                 print("\n".join([describe(stage, load(stage)), *configuration.changes(config, load(stage))]))
             return 0
-        if options.stage in COMMANDS:
-            COMMANDS[options.stage](config, options)
-        else:
-            STAGE[options.stage](config, load, options.resume)
+        with mesh_of(config, options.stage) as mesh:
+            if options.stage in COMMANDS:
+                COMMANDS[options.stage](config, options)
+            elif options.stage in TRAINED:
+                TRAINED[options.stage](config, load, options.resume, mesh)
+            else:
+                STAGE[options.stage](config, load, options.resume)
     except Stopped as stopped:
-        print(stopped)
+        if os.environ.get("RANK", "0") == "0":
+            print(stopped)
         return stopped.code
     except KeyboardInterrupt:
         print("interrupted; --resume goes on from what is saved", file=sys.stderr)
@@ -109,7 +115,7 @@ def make_microswe(config: Config, load, resume: bool) -> None:
 
 
 def sft(stage: str) -> Callable:
-    def run(config: Config, load, resume: bool) -> None:
+    def run(config: Config, load, resume: bool, mesh: Mesh = Mesh()) -> None:
         """Imitate recorded conversations (pretrain: plain text): run.folder/<stage>/model."""
         if done(config, stage, resume):
             return
@@ -123,8 +129,9 @@ def sft(stage: str) -> Callable:
         order = Order(len(rows), config.run.seed)
         check_fits(config, rows)
         plan = Plan(total_steps(config, len(rows)), t, bf16=config.run.precision == "bf16")
-        trainer = Trainer(plan, stage_folder(config, stage), start, resume)
-        write_settings(config, stage_folder(config, stage), stage, resume)
+        trainer = Trainer(plan, stage_folder(config, stage), start, resume, mesh, config.parallel)
+        if mesh.first:
+            write_settings(config, stage_folder(config, stage), stage, resume)
         counts = {f"data/left_out_{reason}": Last(n) for reason, n in left_out.items()}
         trainer.run(lambda step: ([rows[order[step * t.batch + i]] for i in range(t.batch)], counts))
     return run
@@ -132,20 +139,27 @@ def sft(stage: str) -> Callable:
 
 def on_policy(stage: str, parts: Callable) -> Callable:
     """A stage that trains on its own attempts; parts(config, steps, harness, start) gives its Plan and its Teacher."""
-    def run(config: Config, load, resume: bool) -> None:
+    def run(config: Config, load, resume: bool, mesh: Mesh = Mesh()) -> None:
         if done(config, stage, resume):
             return
         start, chat = starting_point(config, stage)
         folder, tasks = stage_folder(config, stage), read_tasks(data_file(config, stage), config.data)
         n, seed = per_task(config, stage), config.run.seed
         steps, order = total_steps(config, len(tasks) * n), Order(len(tasks), seed)
+        if mesh.world.size > 1 and config.reminders.utility != "off":
+            raise ValueError(f"reminders.utility = {config.reminders.utility!r} needs the teacher whole on one rank; set "
+                             "it to off, or start one process")
         harness = Harness(config, chat)
         (plan, teach), steer = parts(config, steps, harness, start), harness.steer(n, steps)
+        trainer = Trainer(plan, folder, start, resume, mesh, config.parallel)
+        mirror = Mirror(trainer.model)
+        if not mesh.first:  # attempts are made by the first rank; the others wait for what they teach
+            trainer.run(None, lambda step: mirror.refresh())
+            return
         harness.sweep()
-        trainer = Trainer(plan, folder, start, resume)
         write_settings(config, folder, stage, resume)
         harness.score = lambda rows: target_logprobs(trainer.teacher, rows, config.train.micro_batch_tokens)
-        engine = native_engine(config, trainer.model, trainer.step)
+        engine = native_engine(config, mirror.model, trainer.step)
         keep, per_step = Keeper(config.rollout.record, chat), config.train.batch // n
         road = Road(lambda step: [tasks[order[step * per_step + i]] for i in range(per_step)], n,
                     lambda *place: attempt_seed(seed, *place), harness.pool(engine, config.rollout), teach,
@@ -161,9 +175,12 @@ def on_policy(stage: str, parts: Callable) -> Callable:
             return taken.examples, {**{name: Mean(*pair) for name, pair in taken.means.items()},
                                     **{name: Sum(count) for name, count in sums.items()}}
 
+        def updated(step: int) -> None:
+            mirror.refresh()
+            engine.load(mirror.model, step)
+
         try:
-            trainer.run(supply, lambda step: engine.load(trainer.model, step), ("train/loss", "rollout/pass_rate"),
-                        road.memory)
+            trainer.run(supply, updated, ("train/loss", "rollout/pass_rate"), road.memory)
         finally:
             engine.close()
     return run
@@ -229,9 +246,9 @@ def everything(config: Config, load, resume: bool) -> None:
     (Path(config.run.folder) / "table.txt").write_text(print_report(reports) + "\n", encoding="utf-8")
 
 
-STAGE = {"microswe": make_microswe, "pretrain": sft("pretrain"), "coding-sft": sft("coding-sft"),
-         "if-sft": sft("if-sft"), "oprd": on_policy("oprd", oprd_parts), "rl": on_policy("rl", rl_parts),
-         "rft": on_policy("rft", rft_parts), "eval": evaluation, "all": everything}
+TRAINED = {"pretrain": sft("pretrain"), "coding-sft": sft("coding-sft"), "if-sft": sft("if-sft"),
+           "oprd": on_policy("oprd", oprd_parts), "rl": on_policy("rl", rl_parts), "rft": on_policy("rft", rft_parts)}
+STAGE = {"microswe": make_microswe, **TRAINED, "eval": evaluation, "all": everything}
 
 
 # --- commands that train nothing ----------------------------------------------------------------------------------
@@ -280,6 +297,16 @@ def take_ready(config: Config, resume: bool) -> set[str]:
 
 
 # --- parts --------------------------------------------------------------------------------------------------------
+
+@contextmanager
+def mesh_of(config: Config, stage: str):
+    """The mesh of the ranks that the launcher started; only what trains takes more than one."""
+    p = config.parallel
+    sizes = Sizes(p.dp, p.cp, p.tp, p.ep) if stage in TRAINED else Sizes(dp=1)
+    mesh = Mesh.from_environment(sizes, timeout_s=p.timeout_s)
+    yield mesh
+    mesh.close()
+
 
 def native_engine(config: Config, model: Model, version: int) -> NativeEngine:
     r = config.rollout

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from oprd.core import hf
 from oprd.core.disk import check_free, write_jsonl
+from oprd.core.plan_report import report
 from oprd.core.score import read_lines, score_lines
 from oprd.core.settings import Config
 
@@ -40,4 +41,9 @@ def _model_folder(config: Config, stage: str) -> Path:
     return Path(config.model.path)
 
 
-COMMANDS = {"score": score, "export": export}
+def plan(config: Config, options) -> None:
+    """What a rank of the layout in the settings holds, computes and sends; a layout that cannot fit is refused."""
+    print(report(config))
+
+
+COMMANDS = {"score": score, "export": export, "plan": plan}

@@ -87,6 +87,7 @@ class Attention(nn.Module):
 
     attribute = "self_attn"
     new_entry = KVEntry
+    attend = staticmethod(attend)
 
     def __init__(self, config: ModelConfig, mesh: Mesh = Mesh()):
         super().__init__()
@@ -124,7 +125,7 @@ class Attention(nn.Module):
             pairs = [e.append(a, b) for e, a, b in zip(entries, k.split(lengths), v.split(lengths), strict=True)]
             k, v = torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs])
             cu_keys = torch.tensor([0, *accumulate(len(a) for a, _ in pairs)], device=x.device)
-        out = to_tokens(attend(q, k, v, layout.cu_seqlens, cu_keys), self.mesh.cp)
+        out = to_tokens(self.attend(q, k, v, layout.cu_seqlens, cu_keys), self.mesh.cp)
         if self.gated:
             out = out * torch.sigmoid(gate)
         return self.o_proj(out.flatten(1))
@@ -139,6 +140,7 @@ class GatedDeltaNet(nn.Module):
 
     attribute = "linear_attn"
     new_entry = RecurrentEntry
+    rule = staticmethod(gated_delta_rule)
 
     def __init__(self, config: ModelConfig, mesh: Mesh = Mesh()):
         super().__init__()
@@ -176,7 +178,7 @@ class GatedDeltaNet(nn.Module):
             fresh = self.fresh(qkv)
             states, windows = (torch.stack(t) for t in zip(*(e.held or fresh for e in entries)))
         qkv, windows = short_conv(qkv, conv.to(qkv.dtype), cu_seqlens, windows)
-        out, states = gated_delta_rule(*self.heads(qkv), *self.gates(a, b), cu_seqlens, states)
+        out, states = self.rule(*self.heads(qkv), *self.gates(a, b), cu_seqlens, states)
         out = to_tokens(out, self.mesh.cp)
         if entries is not None:
             for entry, n, state, window in zip(entries, cu_seqlens.diff().tolist(), states, windows, strict=True):

@@ -53,6 +53,8 @@ class Experts(nn.Module):
 class MoE(nn.Module):
     """A mixture: each token goes to the k experts its router likes best, and to the shared expert if there is one."""
 
+    run = staticmethod(run_experts)
+
     def __init__(self, config: ModelConfig, mesh: Mesh = Mesh()):
         super().__init__()
         self.top_k, self.renormalise, self.ep = config.num_experts_per_tok, config.norm_topk_prob, mesh.ep
@@ -72,7 +74,7 @@ class MoE(nn.Module):
         if self.renormalise:
             weight = weight / weight.sum(-1, keepdim=True)
         weights = self.experts.gate_up_proj, self.experts.down_proj
-        out = split_experts(run_experts, x, *weights, chosen, weight.to(x.dtype), self.ep)
+        out = split_experts(self.run, x, *weights, chosen, weight.to(x.dtype), self.ep)
         if self.shared_expert is not None:
             out = out + torch.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
         return out

@@ -26,7 +26,7 @@ DATA = {"pretrain": "pretrain.jsonl", "coding-sft": "coding_sft.jsonl", "if-sft"
         "eval": "validation_tasks.jsonl"}
 ACTS = ("oprd", "rl", "rft", "eval")  # stages that attempt tasks
 
-MAY_CHANGE = ("run.folder", "run.threads", "train.keep", "train.checkpoint_every", "rollout.verifiers",
+MAY_CHANGE = ("run.folder", "parallel.", "run.threads", "train.keep", "train.checkpoint_every", "rollout.verifiers",
               "rollout.record", "eval.", "microswe.", *(f"reminders.judge_{name} " for name in (
                   "url", "key_variable", "request_s", "total_s", "concurrency", "cache")))
 
@@ -170,9 +170,9 @@ def describe(stage: str, config: Config) -> str:
                   f"tokens          at most {steps * config.train.batch * longest:,}"]
         if stage == "oprd":
             lines.append(f"refresh steps   {sorted(refresh_steps(config, steps)) or config.oprd.refresh}")
-    if path.is_dir():
+    if (shape := path if path.is_dir() else Path(config.plan.architecture or path)).is_dir():
         with torch.device("meta"):
-            model = Model(hf.load_config(path))
+            model = Model(hf.load_config(shape))
         teacher = config.oprd.refresh != "shared" if stage == "oprd" else stage == "rl" and config.rl.kl > 0
         lines += memory(model, config, teacher)
     else:

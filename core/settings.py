@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 STAGES = ("microswe", "pretrain", "coding-sft", "if-sft", "oprd", "rl", "rft", "eval", "all", "score", "export",
-          "annotate", "if-data", "match-rules", "behaviours", "parse-log")
+          "annotate", "if-data", "match-rules", "behaviours", "parse-log", "plan")
 FILES = {"input": ("score", "annotate", "if-data", "match-rules", "behaviours", "parse-log"),  # option: its stages
          "output": ("score", "export", "annotate", "if-data"),
          "parser": ("parse-log",)}
@@ -107,6 +107,18 @@ class Parallel(Section):
     bucket_mib: int = Field(64, ge=1, description="gradients that travel together, in MiB of all ranks")
     async_save: bool = Field(False, description="go on training while a checkpoint is being written")
     timeout_s: float = Field(7200.0, gt=0, description="seconds a rank waits for the others (in rollouts: for the first)")
+
+
+class PlanSettings(Section):
+    stage: Literal["coding-sft", "if-sft", "oprd"] = Field("coding-sft", description="stage plan: whose step is planned")
+    architecture: str = Field("", description="folder with the config.json to plan for; empty: the model's own folder")
+    gpus: int = Field(1, ge=1, description="stage plan: ranks, a GPU each")
+    gpus_per_node: int = Field(8, ge=1, description="stage plan: GPUs that the fast link joins")
+    memory_gib: float = Field(96.0, gt=0, description="stage plan: memory of one GPU (96: H20)")
+    reserved_gib: float = Field(6.0, ge=0, description="stage plan: of it, what the driver and fragmentation take")
+    tflops: float = Field(148.0, gt=0, description="stage plan: dense bf16 rate of one GPU (148: H20)")
+    link_gbs: float = Field(450.0, gt=0, description="stage plan: GB/s a GPU sends within a node")
+    network_gbs: float = Field(50.0, gt=0, description="stage plan: GB/s a GPU sends to other nodes")
 
 
 class Rollout(Section):
@@ -277,6 +289,7 @@ class Config(Section):
     data: Data = Data()
     train: Train = Train()
     parallel: Parallel = Parallel()
+    plan: PlanSettings = PlanSettings()
     rollout: Rollout = Rollout()
     sandbox: SandboxSettings = SandboxSettings()
     reminders: Reminders = Reminders()

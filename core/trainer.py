@@ -44,7 +44,6 @@ class Plan:
 
     steps: int
     train: Train
-    parallel: Parallel = Parallel()
     objective: Objective = Objective()
     distillation: Distillation = Distillation()
     policy: PolicyGradient = PolicyGradient()
@@ -68,13 +67,14 @@ class Trainer:
     On a mesh every rank has a Trainer and calls the same methods; the first one alone asks the supply and writes curves.
     """
 
-    def __init__(self, plan: Plan, folder: Path, start: Path, resume: bool, mesh: Mesh = Mesh()):
+    def __init__(self, plan: Plan, folder: Path, start: Path, resume: bool, mesh: Mesh = Mesh(),
+                 parallel: Parallel = Parallel()):
         """start: the Hugging Face folder that step 0 begins from; the trained model is written in its form.
 
         Raises ValueError when the folder already holds a run and resume is not asked for, or when the checkpoint
         to resume was made for another number of steps.
         """
-        self.plan, self.folder, self.start, self.mesh = plan, folder, start, mesh
+        self.plan, self.folder, self.start, self.mesh, self.parallel = plan, folder, start, mesh, parallel
         self.step = 0
         found = self._newest(resume)
         state = checkpoint.load(found, mesh.world.rank) if found else None
@@ -82,10 +82,10 @@ class Trainer:
             raise ValueError(f"{found} was made for {state.position.get('steps')} steps, the settings now give "
                              f"{plan.steps}; resume with the train.steps (or train.epochs, train.batch and rows) it was "
                              "started with")
-        made = dict(dtype=torch.bfloat16 if plan.parallel.weights == "bf16" else torch.float32, mesh=mesh)
+        made = dict(dtype=torch.bfloat16 if parallel.weights == "bf16" else torch.float32, mesh=mesh)
         build = (lambda **more: hf.blank(hf.load_config(start), **made, **more)) if state else (
             lambda **more: hf.load(start, **made, **more))
-        self.model = build(recompute=plan.parallel.recompute)
+        self.model = build(recompute=parallel.recompute)
         self.teacher: Model | None = None
         if plan.teacher:
             self.teacher = self.model if plan.shared else build()
@@ -98,9 +98,9 @@ class Trainer:
             self._restore(state, found)
             log.warning("resuming from %s", found)
 
-    def run(self, supply: Supply, updated: Callable[[int], None] = lambda step: None,
+    def run(self, supply: Supply | None, updated: Callable[[int], None] = lambda step: None,
             shown: Sequence[str] = ("train/loss",), remember: Callable[[], Any] = lambda: None) -> None:
-        """Train to the end and write `model/`. remember: what the supply knows from earlier steps, as JSON; saved with
+        """Train to the end and write `model/`. supply: needed on the first rank. remember: what the supply knows from earlier steps, as JSON; saved with
         every checkpoint. Raises Stopped after SIGINT or SIGTERM, and when supply raises it, with everything saved."""
         plan, self._remember, first = self.plan, remember, self.mesh.first
         with (Log(self.folder, self.step) if first else nullcontext()) as book, _StopSignal() as stop:
@@ -147,7 +147,7 @@ class Trainer:
         return found
 
     def _optimizer(self) -> AdamW:
-        t, p, named = self.plan.train, self.plan.parallel, dict(self.model.named_parameters())
+        t, p, named = self.plan.train, self.parallel, dict(self.model.named_parameters())
         reducer = None
         if self.mesh.world.size > 1 or p.offload or p.weights == "bf16":
             reducer = Reducer(named, {name: self.model.cuts[name].replicas for name in named}, self.mesh.world, p.zero,
@@ -155,19 +155,19 @@ class Trainer:
         return AdamW(named.items(), betas=(t.beta1, t.beta2), weight_decay=t.weight_decay, reducer=reducer,
                      offload="cpu" if p.offload else None)
 
-    def _supplied(self, supply: Supply) -> tuple[Sequence[Example], Mapping[str, Metric]]:
+    def _supplied(self, supply: Supply | None) -> tuple[Sequence[Example], Mapping[str, Metric]]:
         """What the first rank's supply gives, on every rank; where it stops the run, everything is saved first."""
-        given = stopped = None
+        given = None
         if self.mesh.first:
             try:
                 given = supply(self.step)
             except Stopped as reason:
-                stopped = str(reason)
-        given, stopped = from_first((given, stopped), self.mesh.world)
-        if stopped is not None:
+                given = reason
+        given = from_first(given, self.mesh.world)
+        if isinstance(given, Stopped):
             self._save()
             self._saved()
-            raise Stopped(stopped)
+            raise given
         return given
 
     def _pieces(self, writing: bool) -> list[Piece]:
@@ -190,7 +190,7 @@ class Trainer:
     def _update(self, examples: Sequence[Example]) -> dict[str, Metric]:
         t = self.plan.train
         lr = learning_rate(self.step, self.plan.steps, t.lr, t.lr_min, t.warmup, t.lr_start)
-        resting = self.plan.parallel.teacher_on_cpu and self.teacher is not None and not self.plan.shared
+        resting = self.parallel.teacher_on_cpu and self.teacher is not None and not self.plan.shared
         if resting:
             self.teacher.to(self.mesh.device)
         found = train_step(self.model, self.teacher, examples, self.optimizer, lr=lr, token_budget=t.micro_batch_tokens,
@@ -208,13 +208,13 @@ class Trainer:
             steps |= known
         memory = self._remember() if self.mesh.first else None
         position = {"steps": self.plan.steps, "memory": memory, "updates": steps}
-        if self.plan.parallel.async_save:
+        if self.parallel.async_save:
             pieces = [piece.copied() for piece in pieces]
-        axis = self.mesh.saving() if self.plan.parallel.async_save else self.mesh.world
+        axis = self.mesh.saving() if self.parallel.async_save else self.mesh.world
         work = partial(checkpoint.save, self.folder / "checkpoints", self.step, position=position, axis=axis,
                        keep=self.plan.train.keep, state=lambda path: write(path, pieces, axis),
                        random=checkpoint.random_state())
-        if self.plan.parallel.async_save:
+        if self.parallel.async_save:
             self._saving = Saving(work)
         else:
             work()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from oprd.parallel.mesh import Axis
+from oprd.parallel.mesh import PLANNED, Axis
 
 
 # --- plain ----------------------------------------------------------------------------------------------------------
@@ -34,8 +34,7 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
 def all_gather_into(out: Tensor, x: Tensor, axis: Axis, wait: bool = True) -> Any:
     """all_gather into a tensor that is there; without wait, a handle to wait for."""
     _count(axis, x.nbytes * (axis.size - 1))
-    work = dist.all_gather_single(out, x, group=axis.group, async_op=not wait)
-    return work
+    return None if axis.group == PLANNED else dist.all_gather_single(out, x, group=axis.group, async_op=not wait)
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
@@ -50,7 +49,7 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
 def reduce_scatter_into(out: Tensor, x: Tensor, axis: Axis, wait: bool = True) -> Any:
     """reduce_scatter into a tensor that is there; without wait, a handle to wait for."""
     _count(axis, out.nbytes * (axis.size - 1))
-    return dist.reduce_scatter_single(out, x, group=axis.group, async_op=not wait)
+    return None if axis.group == PLANNED else dist.reduce_scatter_single(out, x, group=axis.group, async_op=not wait)
 
 
 def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
@@ -63,7 +62,9 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
 def all_reduce_into(x: Tensor, axis: Axis, op: str = "sum", wait: bool = True) -> Any:
     """all_reduce in place; returns x, or without wait a handle to wait for."""
     _count(axis, 2 * x.nbytes * (axis.size - 1) // axis.size)
-    work = dist.all_reduce(x, getattr(dist.ReduceOp, op.upper()), group=axis.group, async_op=not wait)
+    work = None
+    if axis.group != PLANNED:
+        work = dist.all_reduce(x, getattr(dist.ReduceOp, op.upper()), group=axis.group, async_op=not wait)
     return x if wait else work
 
 
@@ -75,8 +76,9 @@ def all_to_all(x: Tensor, axis: Axis, send: Sequence[int] | None = None, receive
     out = x.new_empty(rows, *x.shape[1:])
     kept = len(x) // axis.size if send is None else send[axis.rank]
     _count(axis, (len(x) - kept) * (x.nbytes // max(1, len(x))))
-    dist.all_to_all_single(out, x.contiguous(), None if receive is None else list(receive),
-                           None if send is None else list(send), group=axis.group)
+    if axis.group != PLANNED:
+        dist.all_to_all_single(out, x.contiguous(), None if receive is None else list(receive),
+                               None if send is None else list(send), group=axis.group)
     return out
 
 

@@ -23,6 +23,9 @@ import torch
 import torch.distributed as dist
 
 
+PLANNED = "planned"  # the group of an axis that is only on paper: collectives count their bytes and move nothing
+
+
 @dataclass(frozen=True)
 class Axis:
     """One direction of the mesh. rank: this process's place in 0..size-1; group: None exactly when size is 1.
@@ -119,6 +122,15 @@ class Mesh:
                     make("sequence", grid, 1, 2), make("world", grid, 0, 1, 2), make("shard_replicas", grid, 0, 1),
                     make("expert_replicas", blocks, 0), device)
 
+    @staticmethod
+    def planned(sizes: Sizes, world: int) -> "Mesh":
+        """The mesh of the first of so many ranks, on paper: tensors of the meta device go through its collectives."""
+        s, traffic = sizes.fill(world), Counter()
+        make = lambda name, size: Axis(name, size, 0, PLANNED if size > 1 else None, traffic)  # noqa: E731
+        return Mesh(make("dp", s.dp), make("cp", s.cp), make("tp", s.tp), make("ep", s.ep), make("sequence", s.cp * s.tp),
+                    make("world", world), make("shard_replicas", s.dp * s.cp), make("expert_replicas", world // s.ep),
+                    torch.device("meta"))
+
     @property
     def first(self) -> bool:
         """Whether this is the rank that decides, writes and speaks for all."""
@@ -128,6 +140,11 @@ class Mesh:
     def traffic(self) -> Counter:
         """Bytes this rank has sent, by axis name."""
         return self.world.traffic
+
+    def close(self) -> None:
+        """Leave the other ranks, at the end of a run in which nothing failed."""
+        if self.world.size > 1:
+            dist.destroy_process_group()
 
     def saving(self) -> Axis:
         """All ranks once more, in a group of their own: for what goes on beside the training. Every rank must ask."""
@@ -142,8 +159,10 @@ class Mesh:
         if count == self.tp.size:
             return self.world
         if count not in self._copies:
+            name, size = f"copies_{count}", self.shard_replicas.size * count
             grid = np.arange(self.world.size).reshape(self.dp.size, self.cp.size, self.tp.size // count, count)
-            self._copies[count] = _axis(f"copies_{count}", grid, (0, 1, 3), self.traffic)
+            self._copies[count] = (Axis(name, size, 0, PLANNED, self.traffic) if self.world.group == PLANNED else
+                                   _axis(name, grid, (0, 1, 3), self.traffic))
         return self._copies[count]
 
 

@@ -75,6 +75,19 @@ class _Bucket:
             (here if back else there).copy_(there if back else here)
 
 
+    def arrive(self) -> None:
+        """Wait for what is travelling, if anything is, and add it."""
+        if self.travelling is not None:
+            _, arrived, handle = self.travelling
+            if handle is not None:
+                handle.wait()
+            self.sum = arrived if self.sum is None else self.sum.add_(arrived)
+            self.travelling = None
+
+
+IN_FLIGHT = 3  # buckets on their way at once; an older one is waited for, so that its buffer goes
+
+
 class Reducer:
     """See the top of the file. One optimizer step: for every micro-batch `begin(last)`, backward, `end()`; then
     `gradients()`, and after the update `publish()`."""
@@ -118,11 +131,7 @@ class Reducer:
         for bucket in self.buckets[self._next :]:
             self._send(bucket)
         for bucket in self.buckets:
-            sent, arrived, handle = bucket.travelling
-            if handle is not None:
-                handle.wait()
-            bucket.sum = arrived if bucket.sum is None else bucket.sum.add_(arrived)
-            bucket.travelling = None
+            bucket.arrive()
 
     def gradients(self) -> dict[str, Tensor]:
         """The whole step's gradient of the rows this rank updates, by name; a parameter none of whose rows it has is
@@ -181,6 +190,8 @@ class Reducer:
     @torch.no_grad()
     def _send(self, bucket: _Bucket) -> None:
         self._next += 1
+        if self._next > IN_FLIGHT:
+            self.buckets[self._next - 1 - IN_FLIGHT].arrive()
         buffer = torch.zeros(bucket.ranks, bucket.width, dtype=bucket.dtype, device=bucket.slots[0].parameter.device)
         for slot in bucket.slots:
             gradient = self._main.pop(slot.name, slot.parameter.grad)
