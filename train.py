@@ -25,14 +25,16 @@ import torch
 from oprd.core import commands as core_commands
 from oprd.core import config as configuration
 from oprd.core import hf
+from oprd.core.agreement import Agreement
 from oprd.core.data import Order, read_sft, read_text
 from oprd.core.disk import check_free, write_jsonl
 from oprd.core.metrics import Last, Log, Mean, Progress, Sum, next_number
 from oprd.core.model import Model
 from oprd.core.objective import Distillation, Objective, PolicyGradient
-from oprd.core.plan import (chat_of, check_fits, check_groups, check_oprd, check_recipe, data_file, describe, done,
-                            per_task, random_model, refresh_steps, stage_folder, starting_point, total_steps,
-                            write_settings)
+from oprd.core.plan import (chat_of, check_fits, check_groups, check_oprd, check_recipe, check_rollout, data_file,
+                            describe, done, per_task, random_model, refresh_steps, stage_folder, starting_point,
+                            total_steps, write_settings)
+from oprd.core.publish import Publisher
 from oprd.core.score import target_logprobs
 from oprd.core.settings import Config
 from oprd.core.tokenizer import train_bpe
@@ -41,9 +43,11 @@ from oprd.core.whole import Mirror
 from oprd.parallel.mesh import Mesh, Sizes
 from oprd.rollout import commands as rollout_commands
 from oprd.rollout import recordings
+from oprd.rollout.ahead import Ahead
 from oprd.rollout.annotate import annotate, inputs
 from oprd.rollout.annotate import table as annotation_table
 from oprd.rollout.attempts import Outcome
+from oprd.rollout.engine import Engine
 from oprd.rollout.evaluate import Passes, Report, attempts_at, evaluate, reminders_table, table
 from oprd.rollout.groups import GroupPolicy, GroupSettings, outcome_rewards
 from oprd.rollout.grm import judge_all
@@ -52,6 +56,7 @@ from oprd.rollout.native import NativeEngine
 from oprd.rollout.records import Keeper
 from oprd.rollout.rft import Filtration, FiltrationSettings
 from oprd.rollout.road import Road, Routed, Teacher
+from oprd.rollout.serve import serve
 from oprd.rollout.tasks import read_tasks
 from oprd.rollout.teach import OutcomeRouting
 from oprd.sandbox.box import Broke
@@ -142,6 +147,7 @@ def on_policy(stage: str, parts: Callable) -> Callable:
     def run(config: Config, load, resume: bool, mesh: Mesh = Mesh()) -> None:
         if done(config, stage, resume):
             return
+        check_rollout(config)
         start, chat = starting_point(config, stage)
         folder, tasks = stage_folder(config, stage), read_tasks(data_file(config, stage), config.data)
         n, seed = per_task(config, stage), config.run.seed
@@ -159,12 +165,13 @@ def on_policy(stage: str, parts: Callable) -> Callable:
         harness.sweep()
         write_settings(config, folder, stage, resume)
         harness.score = lambda rows: target_logprobs(trainer.teacher, rows, config.train.micro_batch_tokens)
-        engine = native_engine(config, mirror.model, trainer.step)
+        engine = engine_of(config, mirror.model, trainer.step, start)
         keep, per_step = Keeper(config.rollout.record, chat), config.train.batch // n
         road = Road(lambda step: [tasks[order[step * per_step + i]] for i in range(per_step)], n,
                     lambda *place: attempt_seed(seed, *place), harness.pool(engine, config.rollout), teach,
                     lambda step, *found: keep(folder / "attempts" / f"step_{step:05d}.jsonl", *found),
-                    steer)
+                    steer, Ahead(config.rollout.max_staleness, steps))
+        agree = Agreement.of(config.rollout, config.train.micro_batch_tokens)
         road.recall(trainer.memory, tasks)
 
         def supply(step: int):
@@ -172,8 +179,10 @@ def on_policy(stage: str, parts: Callable) -> Callable:
             if taken.stop:
                 raise Stopped(f"stopped before step {step} of {steps}: {taken.stop}", code=3)
             sums = {**taken.sums, **harness.judge_counts()}
-            return taken.examples, {**{name: Mean(*pair) for name, pair in taken.means.items()},
-                                    **{name: Sum(count) for name, count in sums.items()}}
+            examples, compared = agree(mirror.model, taken.examples, step)
+            return examples, {**{name: Mean(*pair) for name, pair in taken.means.items()}, **compared,
+                              **{name: Sum(count) for name, count in sums.items()},
+                              **{f"engine/{name}": Last(value) for name, value in engine.measured().items()}}
 
         def updated(step: int) -> None:
             mirror.refresh()
@@ -183,6 +192,7 @@ def on_policy(stage: str, parts: Callable) -> Callable:
             trainer.run(supply, updated, ("train/loss", "rollout/pass_rate"), road.memory)
         finally:
             engine.close()
+            road.ahead.close()
     return run
 
 
@@ -308,16 +318,25 @@ def mesh_of(config: Config, stage: str):
     mesh.close()
 
 
-def native_engine(config: Config, model: Model, version: int) -> NativeEngine:
-    r = config.rollout
-    return NativeEngine(model, version, rows=r.workers, cached_tokens=r.cache_tokens, lockstep=r.lockstep)
+def engine_of(config: Config, model: Model, version: int, folder: Path) -> Engine:
+    """The engine of the settings, serving `model` as `version`. folder: the Hugging Face folder of the model's form."""
+    r, s = config.rollout, config.sglang
+    if r.engine == "native":
+        return NativeEngine(model, version, rows=r.workers, cached_tokens=r.cache_tokens, lockstep=r.lockstep)
+    publisher = Publisher(folder, s.dtype, s.bucket_mib * 2**20, s.backend, s.update_s,
+                          "cuda" if s.backend == "nccl" else "cpu")
+    bar = Progress(len(s.servers) or s.count, name="rollout servers ready")
+    try:
+        return serve(config, publisher, folder, model, version, bar.reach)
+    finally:
+        bar.close()
 
 
 def evaluate_model(config: Config, path: Path, folder: Path, name: str) -> Report:
     chat, e = chat_of(config, path, acts=True), config.eval
     tasks = read_tasks(data_file(config, "eval"), config.data)
     tasks = tasks[: e.tasks or len(tasks)]
-    harness, engine = Harness(config, chat), native_engine(config, hf.load(path), 0)
+    harness, engine = Harness(config, chat), engine_of(config, hf.load(path), 0, path)
     harness.sweep()
     attempts = attempts_at(tasks, e.attempts, config.run.seed, "eval")
     bar = Progress(len(attempts) * (2 if e.following else 1), name=f"eval {name}")  # and the retries

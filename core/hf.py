@@ -140,7 +140,7 @@ def _save_like(model: Model, state: Mapping[str, Tensor], path: str | Path, sour
     stored, config = read_headers(source), load_config(source)
     _check_same_model(source, config, model.config)
     carried = check_coverage(stored, config)
-    headers = stored.headers if dtype is None else _recast(stored, dtype)
+    headers = stored.headers if dtype is None else recast(stored, dtype)
 
     def numbers(name: str, entry: Entry) -> Tensor:
         return stored.read(name) if is_untouched(name) else _built(name, entry, state, config)
@@ -244,7 +244,7 @@ def _form(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, tuple[int, .
     return NAMES[dtype], shape, math.prod(shape) * dtype.itemsize
 
 
-def _recast(stored: Stored, dtype: torch.dtype) -> dict[str, bytes]:
+def recast(stored: Stored, dtype: torch.dtype) -> dict[str, bytes]:
     """The headers of the same files with our tensors in another dtype."""
     base = next(DTYPES[e.dtype] for name, e in stored.tensors.items() if own_name(name) == EMBEDDING)
 

@@ -184,6 +184,16 @@ class Progress:
             self._shown_at = now
             print(f"{self._name} {self._done}/{self._total} {text}".rstrip(), file=self._out, flush=True)
 
+    def reach(self, done: int) -> None:
+        """So many are done now. May be said again and again while nothing changes: a sign of life."""
+        if self._bar is not None:
+            self._bar.update(done - self._done)
+        self._done = done
+        now = time.monotonic()
+        if self._bar is None and (now - self._shown_at >= self._seconds or done >= self._total):
+            self._shown_at = now
+            print(f"{self._name} {done}/{self._total}", file=self._out, flush=True)
+
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()

@@ -27,8 +27,9 @@ DATA = {"pretrain": "pretrain.jsonl", "coding-sft": "coding_sft.jsonl", "if-sft"
 ACTS = ("oprd", "rl", "rft", "eval")  # stages that attempt tasks
 
 MAY_CHANGE = ("run.folder", "parallel.", "run.threads", "train.keep", "train.checkpoint_every", "rollout.verifiers",
-              "rollout.record", "eval.", "microswe.", *(f"reminders.judge_{name} " for name in (
-                  "url", "key_variable", "request_s", "total_s", "concurrency", "cache")))
+              "rollout.record", "rollout.check_attempts", "rollout.difference_alarm", "sglang.", "eval.", "microswe.",
+              *(f"reminders.judge_{name} " for name in ("url", "key_variable", "request_s", "total_s", "concurrency",
+                                                        "cache")))
 
 
 def stage_folder(config: Config, stage: str) -> Path:
@@ -110,6 +111,20 @@ def check_oprd(config: Config, model: ModelConfig) -> None:
 def per_task(config: Config, stage: str) -> int:
     """Attempts at each task in a step of a stage that trains on them."""
     return {"oprd": config.oprd, "rl": config.rl, "rft": config.rft}[stage].attempts_per_task
+
+
+def check_rollout(config: Config) -> None:
+    """ValueError for settings of the rollout engine that exclude each other."""
+    r, s = config.rollout, config.sglang
+    if r.max_staleness and r.engine == "native":
+        raise ValueError(f"rollout.max_staleness = {r.max_staleness} needs rollout.engine = sglang: the native engine "
+                         "takes new weights only while no turn runs; set it to 0")
+    if r.max_staleness and config.prefix.on:
+        raise ValueError(f"rollout.max_staleness = {r.max_staleness} must be 0 with prefix.on = true: which prefixes a "
+                         "step starts from depends on the step before")
+    if s.servers and s.count > 1:
+        raise ValueError(f"sglang.count = {s.count} is for servers of ours, but sglang.servers names running ones; "
+                         "leave one of the two out")
 
 
 def check_groups(config: Config, stage: str) -> None:

@@ -30,8 +30,9 @@ def logprobs(model, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
 
 
 @torch.inference_mode()
-def target_logprobs(model, rows: Sequence[Row], token_budget: int) -> list[np.ndarray]:
-    """log p of every target of every row, float64 [len(row.targets)] each; rows are packed up to token_budget tokens."""
+def target_logprobs(model, rows: Sequence[Row], token_budget: int, temperature: float = 1.0) -> list[np.ndarray]:
+    """log p of every target of every row, p = softmax(logits / temperature), float64 [len(row.targets)] each; rows are
+    packed up to token_budget tokens."""
     found: list[np.ndarray] = []
     while len(found) < len(rows):
         first, tokens, end = len(found), 0, len(found)
@@ -43,7 +44,7 @@ def target_logprobs(model, rows: Sequence[Row], token_budget: int) -> list[np.nd
         ids = torch.from_numpy(np.concatenate([row.ids for row in some]))
         at = torch.from_numpy(np.concatenate([row.targets + start for row, start in zip(some, starts)]))
         hidden = model.hidden(ids, torch.tensor(starts, dtype=torch.int32))
-        values = -token_nll(hidden[at - 1], model.head_weight, ids[at])
+        values = -token_nll(hidden[at - 1] / temperature, model.head_weight, ids[at])
         found += [part.double().numpy() for part in values.split([len(row.targets) for row in some])]
     return found
 

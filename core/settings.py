@@ -122,6 +122,7 @@ class PlanSettings(Section):
 
 
 class Rollout(Section):
+    engine: Literal["native", "sglang"] = Field("native", description="who samples: this program, or SGLang servers")
     workers: int = Field(32, ge=1, description="conversations open at once")
     verifiers: int = Field(2, ge=1, description="gradings at once")
     lockstep: bool = Field(True, description="batch turns in lock-step: reproducible to the bit, a little slower")
@@ -133,7 +134,32 @@ class Rollout(Section):
     max_malformed: int = Field(2, ge=1, description="malformed replies in a row that end an attempt")
     attempt_s: float = Field(120.0, gt=0, description="seconds of wall clock for one attempt")
     record: Literal["text", "ids", "none"] = Field("text", description="what is kept of every attempt, under attempts/")
+    max_staleness: int = Field(0, ge=0, description="versions that generation may run ahead of training")
+    importance_clip: float = Field(2.0, gt=0, description="most that a token of older weights counts, by its ratio")
+    check_attempts: int = Field(4, ge=0, description="attempts of a step whose log-probabilities are compared with the "
+                                                     "trainer's (of stale ones: all)")
+    difference_alarm: float = Field(0.05, ge=0, description="mean difference to the trainer's log-probabilities that "
+                                                            "stops a run at its first step, warns later; 0: none")
     cache_tokens: int = Field(65536, ge=64, description="tokens the native engine keeps cached")
+
+
+class SGLang(Section):
+    servers: tuple[str, ...] = Field((), description="running servers, as http://host:30000; empty: they are started")
+    count: int = Field(1, ge=1, description="servers to start")
+    command: str = Field("launch/sglang.sh {model} {port}", description="what starts one")
+    ready_s: float = Field(600.0, gt=0, description="seconds until a started server must answer")
+    call_s: float = Field(30.0, gt=0, description="seconds for one control call")
+    turn_s: float = Field(600.0, gt=0, description="seconds of wall clock for one turn")
+    health_s: float = Field(10.0, gt=0, description="seconds between health checks, and for one")
+    retries: int = Field(4, ge=0, description="failures of one turn that are borne")
+    update: Literal["broadcast", "disk"] = Field("broadcast", description="how new weights get to the servers")
+    backend: Literal["gloo", "nccl"] = Field("gloo", description="broadcast: of CPU (gloo) or GPU (nccl) memory")
+    address: str = Field("", description="where servers find the trainer; empty: its address on the way to them")
+    bucket_mib: int = Field(64, ge=1, description="size of one bucket of weights; two are in memory")
+    update_s: float = Field(120.0, gt=0, description="seconds for any one step of an update")
+    dtype: Literal["", "float32", "bfloat16"] = Field("", description="of the weights sent; empty: as model.path has")
+    probe_tolerance: float = Field(0.0, ge=0, description="mean difference of log-probabilities to the trainer's that "
+                                                          "an update may leave; 0: 1e-5 in float32, else 0.05")
 
 
 class SandboxSettings(Section):
@@ -291,6 +317,7 @@ class Config(Section):
     parallel: Parallel = Parallel()
     plan: PlanSettings = PlanSettings()
     rollout: Rollout = Rollout()
+    sglang: SGLang = SGLang()
     sandbox: SandboxSettings = SandboxSettings()
     reminders: Reminders = Reminders()
     oprd: OPRD = OPRD()

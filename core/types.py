@@ -73,6 +73,15 @@ class Reminder:
 
 
 @dataclass(frozen=True)
+class Span:
+    """Tokens start:end of one turn's samples, all sampled by the weights of one version."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
 class Turn:
     """One assistant turn: what came before it, what was sampled, what the tool answered.
 
@@ -82,7 +91,8 @@ class Turn:
     sampled_ids: every sampled id, including the end-of-turn token when it was sampled.
     logprobs: log-probability of each sampled id under the sampling temperature (same length; empty when recorded
         from an expert).
-    version: the policy version that sampled this turn.
+    version: the policy version that sampled this turn, or its first token where spans tells more.
+    spans: which version sampled which tokens, where new weights came in between; empty: all are `version`'s.
     text, call, problem: the reply decoded; its tool call, or None and why it is malformed.
     observation: the tool's answer; None when the conversation ended with this turn (submit included).
     replayed: sampled in an earlier attempt and executed again at the beginning of this one: context, never a target.
@@ -102,6 +112,13 @@ class Turn:
     replayed: bool = False
     state: str = ""
     probe: str = ""
+    spans: tuple[Span, ...] = ()
+
+    @property
+    def versions(self) -> list[int]:
+        """The version that sampled each token."""
+        spans = self.spans or (Span(self.version, 0, len(self.sampled_ids)),)
+        return [span.version for span in spans for _ in range(span.start, span.end)]
 
 
 @dataclass(frozen=True)
@@ -208,6 +225,7 @@ class Example:
     take part in is absent.
     branch: names the denominator the weights share (`success`, `failure`, `policy`, or `sft`).
     old_logprobs: float64 [N], log-probability of each scored token when it was sampled; None when not known.
+    versions: int64 [N], the policy version that sampled each scored token; None when no engine did.
     unit: trajectory the example belongs to (for per-trajectory averaging); source: where it came from, for messages.
     """
 
@@ -218,6 +236,7 @@ class Example:
     unit: str = ""
     source: str = ""
     old_logprobs: np.ndarray | None = field(default=None, repr=False)
+    versions: np.ndarray | None = field(default=None, repr=False)
 
     def __post_init__(self):
         n = len(self.row.targets)

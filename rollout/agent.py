@@ -158,11 +158,16 @@ class _Talk:
             return None, Ending.CONTEXT_LIMIT if room <= 0 else Ending.TIME_LIMIT
         new_tokens = min(room, self.limits.max_turn_tokens)
         sampling = replace(self.sampling, max_new_tokens=new_tokens)
-        done = self.engine.generate(self.id, prompt, sampling, self.seed * 10_007 + k)
+        done = self.engine.generate(self.id, prompt, sampling, self.seed * 10_007 + k,
+                                    max(0.0, self.deadline - time.monotonic()))
+        if not done.ids:  # its time was over before the first token
+            return None, Ending.TIME_LIMIT
         reply = self.chat.parse(done.ids)
         turn = Turn(self.pending, done.ids, done.logprobs, done.version, reminder_ids,
                     self.chat.tokenizer.decode(done.ids), reply.calls[0] if len(reply.calls) == 1 else None,
-                    _problem(reply), probe=probe)
+                    _problem(reply), probe=probe, spans=done.spans)
+        if done.finish == "time":
+            return turn, Ending.TIME_LIMIT
         if done.finish == "length":
             return turn, Ending.CONTEXT_LIMIT if new_tokens == room else Ending.REPLY_LIMIT
         return turn, None

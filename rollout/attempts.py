@@ -15,7 +15,7 @@ from typing import Callable, Sequence
 from oprd.core.chat import Chat
 from oprd.core.types import Reminder, Trajectory, Turn
 from oprd.rollout.agent import AgentLimits, Diverged, Reminding, converse
-from oprd.rollout.engine import Engine, Sampling
+from oprd.rollout.engine import Engine, Sampling, Unserved
 from oprd.rollout.select import Dropped
 from oprd.sandbox.box import Broke, Sandbox
 from oprd.sandbox.repo import extract_patch
@@ -46,9 +46,9 @@ class Attempt:
 @dataclass(frozen=True)
 class Outcome:
     """How an attempt went. `trouble` is None when it was judged: then trajectory and verdict are there. Else it names
-    why it was not (`infra_sandbox`, `infra_verifier`: the machine failed; `invalid_verdict`: the grading cannot be
-    trusted; `replay_diverged`: its prefix led elsewhere), and the attempt must not train. given, dropped, probes: see agent.Talk. mode: how the agent was reminded
-    while it ran (free, passive, active)."""
+    why it was not (`infra_sandbox`, `infra_engine`, `infra_verifier`: the machine failed; `invalid_verdict`: the grading
+    cannot be trusted; `replay_diverged`: its prefix led elsewhere), and the attempt must not train. given, dropped,
+    probes: see agent.Talk. mode: how the agent was reminded while it ran (free, passive, active)."""
 
     attempt: Attempt
     trajectory: Trajectory | None = None
@@ -69,6 +69,7 @@ class Attempts:
         self.engine, self.chat, self.open_box = engine, chat, open_box
         self.limits, self.sampling = limits, sampling
         self.workers, self.verifiers, self.retries = workers, verifiers, retries
+        self._last: Broke | None = None  # what failed last, for the message when nothing works
 
     def run(self, attempts: Sequence[Attempt], reminding: Reminding | None = None,
             on_done: Callable[[Outcome], None] = lambda outcome: None) -> list[Outcome]:
@@ -117,7 +118,7 @@ class Attempts:
             outcomes = [future.result() for future in graded]
         if outcomes and all((o.trouble or "").startswith("infra") for o in outcomes):
             # Single failures are dropped and counted; a machine on which nothing works must not look like a run.
-            raise Broke(f"none of {len(outcomes)} attempts could be judged ({outcomes[0].trouble} first)")
+            raise Broke(f"none of {len(outcomes)} attempts could be judged ({outcomes[0].trouble} first): {self._last}")
         return outcomes
 
     def _attempt(self, attempt: Attempt, reminding: Reminding | None) -> Outcome:
@@ -129,11 +130,12 @@ class Attempts:
                                     attempt.seed, reminding, attempt.prefix, attempt.start)
                     return Outcome(attempt, talk.trajectory, talk.given, extract_patch(box), dropped=talk.dropped,
                                    probes=talk.probes, mode=mode)
-            except Broke:
-                continue
+            except Broke as problem:
+                self._last = problem
+                trouble = "infra_engine" if isinstance(problem, Unserved) else "infra_sandbox"
             except Diverged:
                 return Outcome(attempt, trouble="replay_diverged", mode=mode)
-        return Outcome(attempt, trouble="infra_sandbox", mode=mode)
+        return Outcome(attempt, trouble=trouble, mode=mode)
 
     def _grade(self, outcome: Outcome) -> Outcome:
         if outcome.trouble:
@@ -142,7 +144,8 @@ class Attempts:
         for _ in range(self.retries + 1):
             try:
                 verdict = verify(o.attempt.task, o.patch, self.open_box, self.limits.tests_s)
-            except Broke:
+            except Broke as problem:
+                self._last = problem
                 continue
             return replace(o, verdict=verdict, trouble=None if verdict.valid else "invalid_verdict")
         return replace(o, trouble="infra_verifier")

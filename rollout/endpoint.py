@@ -18,7 +18,6 @@ import json
 import logging
 import os
 import random
-import socket
 import ssl
 import threading
 import time
@@ -27,6 +26,8 @@ from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import Any, Mapping, Protocol, Sequence
 from urllib.parse import urlsplit
+
+from oprd.rollout.http import Exchange
 
 PATIENCE = 3  # questions in a row without an answer, then a rest
 RESTS = 5  # a rest's length in total_s
@@ -166,35 +167,9 @@ class Endpoint:
             self._places.release()
 
     def _post(self, payload: bytes, seconds: float) -> tuple[int, float | None, bytes]:
-        """One request in `seconds` from connecting to the body's last byte. A socket's own timeout begins anew with
-        every byte that drips in, so a timer shuts the socket as well."""
-        connection = (http.client.HTTPSConnection(self._host, self._port, timeout=seconds, context=self._tls)
-                      if self._tls else http.client.HTTPConnection(self._host, self._port, timeout=seconds))
-        end = time.monotonic() + seconds
-        expired, timer = threading.Event(), None
-        try:
-            connection.connect()
-            timer = threading.Timer(max(0.0, end - time.monotonic()), _shut, (connection.sock, expired))
-            timer.daemon = True
-            timer.start()
-            connection.request("POST", self._path, payload, self._headers())
-            reply = connection.getresponse()
-            body = reply.read(MAX_REPLY)
-            if reply.length:  # read(n) is silent about a body that ends early
-                raise http.client.IncompleteRead(body, reply.length)
-            if expired.is_set():  # a shut socket looks like the end of a body
-                raise TimeoutError
-            return reply.status, _seconds(reply.headers.get("Retry-After")), body
-        except (OSError, http.client.HTTPException, ValueError) as problem:
-            if expired.is_set():
-                raise TimeoutError from problem
-            if isinstance(problem, ValueError):  # a status line or header that is no HTTP
-                raise http.client.HTTPException(str(problem)) from None
-            raise
-        finally:
-            if timer:
-                timer.cancel()
-            connection.close()
+        reply = Exchange(self._host, self._port, self._tls, MAX_REPLY).run("POST", self._path, payload, self._headers(),
+                                                                           seconds)
+        return reply.status, _seconds(reply.headers.get("Retry-After")), reply.body
 
     def _headers(self) -> dict[str, str]:
         headers = {"Content-Type": "application/json", "Accept": "application/json", "Connection": "close"}
@@ -229,14 +204,6 @@ def _key(variable: str) -> str:
     if not (key.isascii() and key.isprintable()):  # http.client's own error would show it
         raise ValueError(f"the environment variable {variable} holds characters that no key can have")
     return key
-
-
-def _shut(sock: socket.socket, expired: threading.Event) -> None:
-    expired.set()
-    try:
-        socket.socket.shutdown(sock, socket.SHUT_RDWR)  # of the connection below TLS, which another thread is reading
-    except OSError:
-        pass  # closed in the meantime
 
 
 def _seconds(retry_after: str | None) -> float | None:

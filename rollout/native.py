@@ -19,7 +19,9 @@ Continuous (`lockstep=False`): a request joins as soon as a row is free; samples
 from __future__ import annotations
 
 import copy
+import math
 import threading
+import time
 from collections import OrderedDict
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from oprd.rollout.engine import Completion, Sampling
+from oprd.rollout.engine import Completion, Sampling, check_request
 from oprd.rollout.sampling import Sampler
 
 PREFILL_TOKENS = 1024  # in one forward: more leave the processor's caches (4,800 tokens: 0.43 s at once, 0.33 s packed)
@@ -45,6 +47,7 @@ class _Request:
     sampling: Sampling
     seed: int
     stop: frozenset[int]
+    until: float  # of the monotonic clock
     ids: list[int] = field(default_factory=list)
     completion: Completion | None = None
     error: BaseException | None = None
@@ -94,10 +97,11 @@ class NativeEngine:
                 self._workers -= 1
                 self._changed.notify_all()
 
-    def generate(self, session: str, context_ids: Sequence[int], sampling: Sampling, seed: int) -> Completion:
+    def generate(self, session: str, context_ids: Sequence[int], sampling: Sampling, seed: int,
+                 seconds: float | None = None) -> Completion:
         """Sample one turn after context_ids; blocks. ValueError: a request that cannot be served. RuntimeError: the
-        engine is closed or has failed (the cause is chained)."""
-        request = self._checked(session, context_ids, sampling, seed)
+        engine is closed or has failed (the cause is chained). Past `seconds` the turn ends after its next token."""
+        request = self._checked(session, context_ids, sampling, seed, seconds)
         with self._changed:
             self._refuse_if_down()
             if any(r.session == session for r in (*self._pending, *self._admitted, *self._running)):
@@ -134,6 +138,9 @@ class NativeEngine:
             self._sessions.clear()
             self.version = version
 
+    def measured(self) -> dict[str, float]:
+        return {}
+
     def close(self) -> None:
         """Stop the scheduler; requests still waiting raise RuntimeError."""
         with self._changed:
@@ -141,23 +148,12 @@ class NativeEngine:
             self._changed.notify_all()
         self._thread.join()
 
-    def _checked(self, session: str, context_ids: Sequence[int], s: Sampling, seed: int) -> _Request:
-        context, vocab = [int(i) for i in context_ids], self._model.config.vocab_size
-        if not context:
-            raise ValueError(f"session {session!r}: the context is empty; give at least one token id")
-        for name, ids in (("context_ids", context), ("stop_ids", s.stop_ids)):
-            wrong = next((i for i in ids if not 0 <= i < vocab), None)
-            if wrong is not None:
-                raise ValueError(f"session {session!r}: {name} holds {wrong}, the vocabulary is 0..{vocab - 1}")
-        if s.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens = {s.max_new_tokens} must be at least 1")
-        if not s.temperature >= 0:
-            raise ValueError(f"temperature = {s.temperature} must be at least 0")
-        if not 0 < s.top_p <= 1:
-            raise ValueError(f"top_p = {s.top_p} must be above 0 and at most 1")
-        if not 0 <= seed < 2**63:
-            raise ValueError(f"seed = {seed} must be from 0 to 2^63 - 1")
-        return _Request(session, context, s, seed, frozenset(s.stop_ids))
+    def _checked(self, session: str, context_ids: Sequence[int], s: Sampling, seed: int,
+                 seconds: float | None) -> _Request:
+        context = [int(i) for i in context_ids]
+        check_request(session, context, s, seed, self._model.config.vocab_size)
+        until = time.monotonic() + seconds if seconds is not None else math.inf
+        return _Request(session, context, s, seed, frozenset(s.stop_ids), until)
 
     def _refuse_if_down(self) -> None:
         if self._failure is not None:
@@ -248,11 +244,11 @@ class NativeEngine:
 
     def _take(self, sampled: list[int], first: int) -> None:
         """Hand sampled tokens to the requests of rows first..; those that ended leave."""
-        ended = []
+        ended, now = [], time.monotonic()
         for row, token in enumerate(sampled, start=first):
             request = self._running[row]
             request.ids.append(token)
-            if token in request.stop or len(request.ids) == request.sampling.max_new_tokens:
+            if token in request.stop or len(request.ids) == request.sampling.max_new_tokens or now > request.until:
                 ended.append(row)
         for row in reversed(ended):  # from the end, so that the rows still to be handled keep their numbers
             self._leave(row)
@@ -262,7 +258,8 @@ class NativeEngine:
         request = self._running[row]
         cache = self._decoder.leave(row)
         logprobs = self._sampler.leave(row, len(request.ids))
-        finish = "stop" if request.ids[-1] in request.stop else "length"
+        full = len(request.ids) == request.sampling.max_new_tokens
+        finish = "stop" if request.ids[-1] in request.stop else "length" if full else "time"
         self._remember(request.session, request.context + request.ids[:-1], cache)
         request.completion = Completion(tuple(request.ids), tuple(logprobs), self.version, finish)
         with self._changed:

@@ -10,12 +10,12 @@ that was thrown away for this one}. Reminders are {"category", "class", "text", 
 is the Global Reminder of a retry, `given` were chosen while the agent ran; the teacher's have a "utility" where it was
 measured, and "read" is what it read instead, under a control. `dropped` are candidates {"category", "turn", "gate",
 "reason"}. mode: how the agent was reminded: free, passive or active. With ids also "context_ids", "sampled_ids",
-"logprobs" and "version" of every turn.
+"logprobs" and "version" of every turn, and "spans" of [version, start, end] where new weights came into a turn.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any, Iterator, Mapping, Sequence
 
@@ -92,7 +92,8 @@ def _turn(turn: Turn, chat: Chat, ids: bool) -> dict[str, Any]:
     }
     if ids:
         made |= {"context_ids": list(turn.context_ids), "sampled_ids": list(turn.sampled_ids),
-                 "logprobs": list(turn.logprobs), "version": turn.version}
+                 "logprobs": list(turn.logprobs), "version": turn.version,
+                 "spans": [astuple(span) for span in turn.spans]}
     return made
 
 

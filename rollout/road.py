@@ -6,11 +6,12 @@ step, the weights and its memory, which is saved with every checkpoint, so that 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Callable, Mapping, Protocol, Sequence
 
 from oprd.core.types import Example
 from oprd.rollout import prefix
+from oprd.rollout.ahead import Ahead
 from oprd.rollout.attempts import Attempt, Outcome
 from oprd.rollout.prefix import PrefixSampling
 from oprd.rollout.teach import Forgetful, Lesson, OutcomeRouting, fates, gates
@@ -65,7 +66,8 @@ class Taken:
 
 @dataclass
 class Road:
-    """tasks: of a step. seed_of: a sample seed from (step, place, number). keep: writes a step's attempts down."""
+    """tasks: of a step. seed_of: a sample seed from (step, place, number). keep: writes a step's attempts
+    down. ahead: how far making attempts may run ahead of training on them."""
 
     tasks: Callable[[int], Sequence[Task]]
     per_task: int
@@ -74,17 +76,22 @@ class Road:
     teach: Teacher
     keep: Callable[[int, Sequence[Outcome], Sequence[Lesson]], None]
     steer: PrefixSampling | None = None
+    ahead: Ahead = field(default_factory=Ahead)
 
-    def __call__(self, step: int) -> Taken:
+    def attempted(self, step: int) -> list[Outcome]:
+        """Make a step's attempts, under the weights that serve meanwhile."""
         attempts = [Attempt(f"step{step}/{i}.{j}/{task.instance_id}", task, self.seed_of(step, i, j), f"step{step}/{i}")
                     for i, task in enumerate(self.tasks(step)) for j in range(self.per_task)]
         if self.steer:
             attempts += self.steer.attempts(step, lambda i, j: self.seed_of(step, "prefix", i, j))
-        outcomes = self.pool.run(attempts)
+        return self.pool.run(attempts)
+
+    def __call__(self, step: int) -> Taken:
+        outcomes = self.ahead.take(step, self.attempted)
         lessons = self.teach(outcomes)
         self.keep(step, outcomes, lessons)
         means = {**measured_rollouts(outcomes, lessons), **self.teach.measured()}
-        sums = {f"fate/{name}": n for name, n in fates(lessons).items()} | {"rollout/attempts": len(attempts)}
+        sums = {f"fate/{name}": n for name, n in fates(lessons).items()} | {"rollout/attempts": len(outcomes)}
         sums |= {f"reminders/dropped_{gate}": n for gate, n in gates(lessons).items()}
         if self.steer:
             means |= prefix.measured(outcomes, self.teach.rewards)

@@ -45,10 +45,13 @@ def student_example(trajectory: Trajectory, losses: Mapping[str, float], branch:
                     teacher: View | None = None, source: str = "") -> Example:
     """The student's row with one constant weight per loss name (e.g. {"nll": 1.0}) and the recorded log-probs."""
     row = student_row(trajectory)
-    logprobs = [x for turn in trajectory.turns if not turn.replayed for x in turn.logprobs]
+    own = [turn for turn in trajectory.turns if not turn.replayed]
+    logprobs = np.asarray([x for turn in own for x in turn.logprobs], np.float64)
+    known = len(logprobs) == len(row.targets)
+    versions = np.asarray([v for turn in own for v in turn.versions], np.int64)
     return Example(row, {name: np.full(len(row.targets), float(weight)) for name, weight in losses.items()}, branch,
-                   teacher, trajectory.attempt_id, source or trajectory.attempt_id,
-                   np.asarray(logprobs, np.float64) if len(logprobs) == len(row.targets) else None)
+                   teacher, trajectory.attempt_id, source or trajectory.attempt_id, logprobs if known else None,
+                   versions if known else None)
 
 
 def teacher_view(trajectory: Trajectory, encode: Encode, global_reminder: Reminder | None,

@@ -63,7 +63,7 @@ class Engine:
         self.announced += 1
         yield
 
-    def generate(self, session, context_ids, sampling, seed):
+    def generate(self, session, context_ids, sampling, seed, seconds=None):
         turn = sum(1 for name, _, _ in self.prompts if name == session)
         self.prompts.append((session, tuple(context_ids), sampling))
         self.seeds.append(seed)

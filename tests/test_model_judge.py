@@ -300,7 +300,7 @@ class Engine:
     def __init__(self, *replies):
         self.replies, self.contexts, self.open = list(replies), [], set()
 
-    def generate(self, session, ids, sampling, seed):
+    def generate(self, session, ids, sampling, seed, seconds=None):
         self.contexts.append(tuple(ids))
         self.open.add(session)
         assert sampling.temperature == 0
