@@ -213,7 +213,7 @@ class _WeightedNLL(torch.autograd.Function):
 
 
 def _read(h: Tensor, W: Tensor, goal: _Targets, entropy: bool, rounded: bool, kept: Tensor | None) -> list[Tensor]:
-    """logsumexp, target logit and, for the entropy, sum p z of this rank's entries: float64 [c]. kept: gets the logits"""
+    """logsumexp, target logit and, for the entropy, sum p z of this rank's entries: float64 [c]. kept: the logits"""
     dtype = compute_dtype(h)
     if use_triton(h) and not entropy and kept is None and len(W):
         from oprd.kernels import cross_entropy_triton

@@ -32,7 +32,7 @@ def _lse_tile(h, W, local, N, V, D, columns, most, total, wanted, BM: tl.constex
     tl.store(most + at, peak, mask=row_ok)
     tl.store(total + at, tl.sum(tl.exp(z - origin[:, None]), 1), mask=row_ok)
     target = tl.load(local + rows, mask=row_ok, other=-1)
-    hit = target[:, None] == entries[None, :]
+    hit = (target[:, None] == entries[None, :]) & entry_ok[None, :]
     # a target is in one program's entries, and that one writes it
     tl.store(wanted + rows, tl.sum(tl.where(hit, z, 0.0), 1), mask=row_ok & (tl.sum(hit.to(tl.int32), 1) > 0))
 

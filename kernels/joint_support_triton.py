@@ -35,13 +35,12 @@ def _product(a, b, rows, entries, row_ok, entry_ok, D, BM: tl.constexpr, BN: tl.
 
 
 @triton.jit
-def _keep(z, other, floor, filling, rows, entries, row_ok, entry_ok, counts, ids, owns, others, C: tl.constexpr):
-    """Append the entries above `floor` (all while `filling`) to the token's candidates; counts may exceed C."""
-    wanted = row_ok[:, None] & entry_ok[None, :] & ((z > floor[:, None]) | (filling != 0))
-    number = wanted.to(tl.int32)
-    base = tl.atomic_add(counts + rows, tl.sum(number, 1), mask=row_ok)
+def _keep(z, other, floor, rows, entries, row_ok, entry_ok, counts, ids, owns, others, C: tl.constexpr):
+    """Append the entries above `floor` (all, if it is NaN) to the token's candidates; counts may exceed C."""
+    number = tl.where(row_ok[:, None] & entry_ok[None, :], tl.where(z <= floor[:, None], 0, 1), 0)
+    base = tl.atomic_add(counts + tl.where(row_ok, rows, 0), tl.sum(number, 1))  # rows there are not add 0 to row 0
     place = base[:, None] + tl.cumsum(number, 1) - 1
-    fits = wanted & (place < C)
+    fits = (number > 0) & (place < C)
     at = rows[:, None] * C + place
     tl.store(ids + at, entries[None, :] + tl.zeros_like(number), mask=fits)
     tl.store(owns + at, z, mask=fits)
@@ -61,7 +60,7 @@ def _sums(z, gap, T, rows, row_ok, columns, column, most, total, moment, MOMENTS
 
 
 @triton.jit
-def _scan_tile(h, W, ht, Wt, floor, floor_t, filling, begin, stop, N, D, Dt, T, columns, most, total, moment, counts,
+def _scan_tile(h, W, ht, Wt, floor, floor_t, begin, stop, N, D, Dt, T, columns, most, total, moment, counts,
                ids, owns, others, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
                MOMENTS: tl.constexpr):
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -78,8 +77,8 @@ def _scan_tile(h, W, ht, Wt, floor, floor_t, filling, begin, stop, N, D, Dt, T, 
     _sums(zt, gap, T, rows, row_ok, columns, column, most + size, total + size, moment + size, MOMENTS)
     low = tl.load(floor + rows, mask=row_ok, other=float("inf"))
     low_t = tl.load(floor_t + rows, mask=row_ok, other=float("inf"))
-    _keep(z, zt, low, filling, rows, entries, row_ok, entry_ok, counts, ids, owns, others, C)
-    _keep(zt, z, low_t, filling, rows, entries, row_ok, entry_ok, counts + N, ids + N * C, owns + N * C, others + N * C,
+    _keep(z, zt, low, rows, entries, row_ok, entry_ok, counts, ids, owns, others, C)
+    _keep(zt, z, low_t, rows, entries, row_ok, entry_ok, counts + N, ids + N * C, owns + N * C, others + N * C,
           C)
 
 
@@ -112,10 +111,10 @@ def _launch(h, W, ht, Wt, bests, begin: int, stop: int, k: int, temperature: flo
     counts = torch.zeros(2, N, dtype=torch.int32, device=h.device)
     ids = torch.empty(2, N, C, dtype=torch.int32, device=h.device)
     owns, others = (h.new_empty(2, N, C, dtype=torch.float32) for _ in range(2))
-    floors = [h.new_full((N,), float("-inf"), dtype=torch.float32) if filling else best.own.amin(1) for best in bests]
+    floors = [h.new_full((N,), float("nan"), dtype=torch.float32) if filling else best.own.amin(1) for best in bests]
     if N and columns:
         _scan_tile[(triton.cdiv(N, blocks["BM"]), columns)](
-            h, W, ht, Wt, *floors, int(filling), begin, stop, N, h.shape[1], ht.shape[1], temperature, columns, most,
+            h, W, ht, Wt, *floors, begin, stop, N, h.shape[1], ht.shape[1], temperature, columns, most,
             total, moment, counts, ids, owns, others, C=C, MOMENTS=moments, **blocks)
     if N and int(counts.max()) > C:
         return None, None
