@@ -6,7 +6,7 @@
 Stages: microswe (make MicroSWE's data, tokenizer and a random model), pretrain (a base model from it), coding-sft,
 if-sft, oprd, rl (group policy gradient), rft (imitation of what a rubric ranks highest), eval, and all (the whole
 recipe with a table); and, training nothing, score, export, annotate, match-rules,
-behaviours and parse-log. docs/architecture.md is the map.
+behaviours, parse-log and check-tasks. docs/architecture.md is the map.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import zlib
 from collections import Counter
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Callable
 
@@ -112,8 +113,11 @@ def make_microswe(config: Config, load, resume: bool) -> None:
     recorder = recordings.Recorder(harness.open_box, harness.remind(), config.chat.system, config.rollout.verifiers,
                                    m.careful)
     bar = Progress(m.coding_tasks + m.if_tasks, name="recording")
-    corpus = recordings.make_files(data, m, config.run.seed, recorder, lambda: bar.advance({}))
-    bar.close()
+    try:
+        corpus = recordings.make_files(data, m, config.run.seed, recorder, lambda: bar.advance({}))
+    finally:
+        bar.close()
+        harness.close()
     tokenizer = train_bpe(corpus, m.vocabulary)
     tokenizer.save(data)
     hf.save(random_model(config, tokenizer), model, tokenizer_from=data)
@@ -193,6 +197,7 @@ def on_policy(stage: str, parts: Callable) -> Callable:
         finally:
             engine.close()
             road.ahead.close()
+            harness.close()
     return run
 
 
@@ -284,7 +289,8 @@ def annotation(config: Config, options) -> None:
     print(annotation_table(found, harness.rubric))
 
 
-COMMANDS = {**core_commands.COMMANDS, **rollout_commands.COMMANDS, "annotate": annotation}
+COMMANDS = {**core_commands.COMMANDS, **rollout_commands.COMMANDS, "annotate": annotation,
+            "check-tasks": partial(rollout_commands.check_tasks, progress=Progress)}
 
 
 def take_ready(config: Config, resume: bool) -> set[str]:
@@ -352,6 +358,7 @@ def evaluate_model(config: Config, path: Path, folder: Path, name: str) -> Repor
                           done)
     finally:
         engine.close()
+        harness.close()
         bar.close()
     write_settings(config, folder, "eval")
     number = next_number(folder)  # an evaluation never replaces another

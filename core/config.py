@@ -48,9 +48,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
                         help="short for --model.path: the Hugging Face folder to start from")
     parser.add_argument("--input", metavar="PATH",
                         help='score: lines of {"ids": [...]}; annotate, if-data: recorded attempts; match-rules: tool '
-                             "calls; parse-log: a test run's output")
+                             "calls; parse-log: a test run's output; check-tasks: tasks")
     parser.add_argument("--output", metavar="PATH",
-                        help="score, annotate, if-data: file to write; export: folder to write")
+                        help="score, annotate, if-data, check-tasks: file to write; export: folder to write")
     parser.add_argument("--parser", metavar="NAME",
                         help="parse-log: pytest, go, cargo, jest ... or a data set's own, as parse_log_pytest")
     parser.add_argument("--resume", action="store_true", help="go on from the newest complete checkpoint")

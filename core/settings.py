@@ -9,13 +9,14 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 STAGES = ("microswe", "pretrain", "coding-sft", "if-sft", "oprd", "rl", "rft", "eval", "all", "score", "export",
-          "annotate", "if-data", "match-rules", "behaviours", "parse-log", "plan")
-FILES = {"input": ("score", "annotate", "if-data", "match-rules", "behaviours", "parse-log"),  # option: its stages
-         "output": ("score", "export", "annotate", "if-data"),
+          "annotate", "if-data", "match-rules", "behaviours", "parse-log", "check-tasks", "plan")
+FILES = {"input": ("score", "annotate", "if-data", "match-rules", "behaviours", "parse-log",  # option: its stages
+                   "check-tasks"),
+         "output": ("score", "export", "annotate", "if-data", "check-tasks"),
          "parser": ("parse-log",)}
 
 
-RESUMED = ("microswe", "pretrain", "coding-sft", "if-sft", "oprd", "all")  # stages that --resume means something to
+RESUMED = ("microswe", "pretrain", "coding-sft", "if-sft", "oprd", "all", "check-tasks")  # those --resume means something to
 
 
 class Section(BaseModel):
@@ -165,10 +166,41 @@ class SGLang(Section):
 class SandboxSettings(Section):
     kind: Literal["local", "docker"] = Field("local", description="local is no security boundary; docker is one")
     image: str = Field("", description="docker: the image of tasks that name none (MicroSWE's; needs python3 and git)")
+    tools: Literal["micro", "coder"] = Field("micro", description="the agent's tools: MicroSWE's four, or eight for "
+                                                                  "real repositories (docs/sandbox.md)")
     tests_s: float = Field(120.0, gt=0, description="seconds of wall clock for the hidden tests")
     command_s: float = Field(20.0, gt=0, description="seconds of wall clock for one command")
     memory_mib: int = Field(1024, ge=16, description="memory of one sandbox")
+    file_mib: int = Field(64, ge=1, description="largest file a command may write")
+    processes: int = Field(128, ge=8, description="processes (docker: and threads) of one sandbox")
     output_bytes: int = Field(4096, ge=64, description="bytes of a command's output an agent sees, head and tail")
+    output_tokens: int = Field(16384, ge=64, description="tokens of a tool's answer an agent sees, head and tail")
+    cpus: float = Field(1.0, gt=0, description="docker: cores of one sandbox")
+    disk_mib: int = Field(0, ge=0, description="docker: what one sandbox may write in all; 0: no limit")
+    network: str = Field("none", description="docker: none, or the name of an engine's network to join")
+    hosts: tuple[str, ...] = Field((), description="docker: engines to spread over, as unix://..., tcp://host:port, "
+                                                   "ssh://user@host; empty: DOCKER_HOST")
+    mounts: tuple[str, ...] = Field((), description="docker: folders of the engine's machine, /outside:/inside, "
+                                                    "always read-only")
+    environment: tuple[str, ...] = Field((), description="docker: NAME=value in every sandbox, on top of the image's")
+    pulls: int = Field(4, ge=0, description="docker: tries at an image the engine lacks; 0: it must be there")
+    free_gib: float = Field(4.0, ge=0, description="docker: least free space on a local engine's disk")
+    warm: int = Field(0, ge=0, description="docker: sandboxes kept ready ahead of need")
+
+    @model_validator(mode="after")
+    def _containers(self):
+        if self.kind == "local":
+            for name in ("cpus", "disk_mib", "network", "hosts", "mounts", "environment", "pulls", "free_gib", "warm"):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(f"sandbox.{name} = {getattr(self, name)!r} means nothing to sandbox.kind local; "
+                                     "use docker")
+        for mount in self.mounts:
+            if not all(part.startswith("/") for part in mount.rsplit(":", 1)) or ":" not in mount:
+                raise ValueError(f"sandbox.mounts holds {mount!r}; it must be /outside:/inside")
+        for item in self.environment:
+            if not item.partition("=")[1] or not item.partition("=")[0]:
+                raise ValueError(f"sandbox.environment holds {item!r}; it must be NAME=value")
+        return self
 
 
 class Reminders(Section):
@@ -289,6 +321,11 @@ class RFT(Section):
     rubric: str = Field("", description="a GRM rubric file of your own; empty: rollout/grm_rubric.toml")
 
 
+class CheckTasks(Section):
+    times: int = Field(3, ge=1, description="check-tasks: gradings of a task's own patch, and of no patch")
+    workers: int = Field(2, ge=1, description="check-tasks: tasks checked at once")
+
+
 class Eval(Section):
     attempts: int = Field(1, ge=1, description="attempts at each task")
     tasks: int = Field(0, ge=0, description="tasks taken from the file; 0: all")
@@ -327,3 +364,4 @@ class Config(Section):
     verifier: Verifier = Verifier()
     eval: Eval = Eval()
     if_data: IFData = IFData()
+    check: CheckTasks = CheckTasks()

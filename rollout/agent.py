@@ -8,13 +8,13 @@ from typing import Callable, Sequence
 
 from oprd.core.chat import Chat
 from oprd.core.types import Ending, Observation, Reminder, ToolCall, Trajectory, Turn
+from oprd.rollout.acting import Acting
 from oprd.rollout.engine import Engine, Sampling
 from oprd.rollout.judge import Probe
 from oprd.rollout.select import Dropped, Selection
 from oprd.sandbox.box import Sandbox
-from oprd.sandbox.repo import state_of
 from oprd.sandbox.task import Task
-from oprd.sandbox.tools import SCHEMAS, call_tool
+from oprd.sandbox.toolbox import SCHEMAS
 
 Visible = tuple[ToolCall | None, Observation]
 Remind = Callable[[Task, Sequence[Visible], Sequence[Reminder]], Reminder | None]
@@ -39,6 +39,8 @@ class AgentLimits:
     command_s: float  # one tool call
     tests_s: float = 120.0  # the hidden tests
     tools: bool = False  # whether the system message lists the tools' schemas
+    tool_set: str = "micro"  # see sandbox/toolbox.py
+    output_tokens: int = 16384  # of one tool's answer, head and tail
     states: bool = False  # whether every turn records the sandbox's state, for a later replay to be compared with
 
 
@@ -80,10 +82,11 @@ def converse(attempt_id: str, task: Task, engine: Engine, chat: Chat, box: Sandb
     fails, Diverged when a replayed turn leads elsewhere.
     """
     talk = _Talk(attempt_id, task, engine, chat, limits, sampling, seed, start)
+    act = Acting(box, chat.tokenizer, limits.tool_set, limits.output_tokens, limits.command_s, limits.states)
     malformed, ending = 0, Ending.TURN_LIMIT
     try:
         for k, recorded in enumerate(prefix):
-            turn = _replay(box, recorded, talk.pending, limits, k)
+            turn = _replay(act, recorded, talk.pending, limits, k)
             malformed = malformed + 1 if turn.call is None else 0
             talk.observe(turn, turn.observation)
         talk.deadline = time.monotonic() + limits.attempt_s
@@ -97,12 +100,12 @@ def converse(attempt_id: str, task: Task, engine: Engine, chat: Chat, box: Sandb
                 ending = finish
                 break
             malformed = malformed + 1 if turn.call is None else 0
-            observation, ends = _act(box, turn, limits, talk.deadline)
+            observation, ends = act(turn, talk.deadline)
             if ends or malformed >= limits.max_malformed:
                 talk.turns.append(turn)
                 ending = Ending.SUBMITTED if ends else Ending.MALFORMED
                 break
-            talk.observe(replace(turn, state=state_of(box) if limits.states else ""), observation)
+            talk.observe(replace(turn, state=act.state()), observation)
     finally:
         engine.forget(attempt_id)
     told = Trajectory(attempt_id, task.instance_id, tuple(talk.turns), chat.generation_ids, ending)
@@ -123,7 +126,7 @@ class _Talk:
         self.dropped: list[Dropped] = []
         self.probes = 0
         self.history: list[int] = []  # everything earlier turns left visible
-        self.pending = chat.open(limits.system, task.problem_statement, SCHEMAS if limits.tools else None)
+        self.pending = chat.open(limits.system, task.problem_statement, SCHEMAS[limits.tool_set] if limits.tools else None)
         if start is not None:
             self.pending += chat.reminder(start.text)
 
@@ -180,16 +183,16 @@ class _Talk:
         self.pending = self.chat.tool_results([observation.output], ended=turn.sampled_ids[-1] == self.chat.end_id)
 
 
-def _replay(box: Sandbox, recorded: Turn, pending: Sequence[int], limits: AgentLimits, k: int) -> Turn:
+def _replay(act: Acting, recorded: Turn, pending: Sequence[int], limits: AgentLimits, k: int) -> Turn:
     """Execute a recorded turn again, in the box as it stands now."""
     if recorded.reminder_ids or recorded.observation is None:
         raise ValueError(f"turn {k} cannot be replayed: it was sampled under a reminder, or ended its attempt")
     if tuple(pending) != recorded.context_ids:
         raise Diverged(f"turn {k} is asked in another context than was recorded")
-    observation, _ = _act(box, recorded, limits, time.monotonic() + limits.attempt_s)
+    observation, _ = act(recorded, time.monotonic() + limits.attempt_s)
     if observation != recorded.observation:
         raise Diverged(f"turn {k} was answered otherwise than was recorded")
-    state = state_of(box) if limits.states else ""
+    state = act.state()
     if recorded.state and state != recorded.state:
         raise Diverged(f"turn {k} left the sandbox in another state than was recorded")
     return replace(recorded, replayed=True)
@@ -200,11 +203,3 @@ def _problem(reply) -> str | None:
         return reply.problem
     n = len(reply.calls)
     return f"{n} tool calls in one reply; send one at a time" if n else "no tool call found"
-
-
-def _act(box: Sandbox, turn: Turn, limits: AgentLimits, deadline: float) -> tuple[Observation, bool]:
-    if turn.call is None:
-        return Observation(f"Invalid reply: {turn.problem}", is_error=True), False
-    seconds = min(limits.command_s, max(1.0, deadline - time.monotonic()))
-    answer = call_tool(box, turn.call.name, turn.call.arguments, seconds)
-    return Observation(answer.output, answer.exit_code, answer.is_error), answer.ends

@@ -6,6 +6,7 @@ then the attempt is dropped and counted; it is never a reward of 0.
 
 from __future__ import annotations
 
+import logging
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
@@ -17,11 +18,13 @@ from oprd.core.types import Reminder, Trajectory, Turn
 from oprd.rollout.agent import AgentLimits, Diverged, Reminding, converse
 from oprd.rollout.engine import Engine, Sampling, Unserved
 from oprd.rollout.select import Dropped
-from oprd.sandbox.box import Broke, Sandbox
+from oprd.sandbox.box import Broke, Sandbox, Unusable
 from oprd.sandbox.repo import extract_patch
 from oprd.sandbox.task import Task
 from oprd.sandbox.verify import Verdict, verify
 
+KILLED = 137  # exit status of tests that were ended by SIGKILL
+log = logging.getLogger(__name__)
 OpenBox = Callable[[Task], AbstractContextManager[Sandbox]]
 
 
@@ -47,8 +50,9 @@ class Attempt:
 class Outcome:
     """How an attempt went. `trouble` is None when it was judged: then trajectory and verdict are there. Else it names
     why it was not (`infra_sandbox`, `infra_engine`, `infra_verifier`: the machine failed; `invalid_verdict`: the grading
-    cannot be trusted; `replay_diverged`: its prefix led elsewhere), and the attempt must not train. given, dropped,
-    probes: see agent.Talk. mode: how the agent was reminded while it ran (free, passive, active)."""
+    cannot be trusted; `replay_diverged`: its prefix led elsewhere; `unusable_task`: its image does not exist or shows
+    the solution), and the attempt must not train; `why` is the last failure's own words. given, dropped, probes: see
+    agent.Talk. mode: how the agent was reminded while it ran (free, passive, active)."""
 
     attempt: Attempt
     trajectory: Trajectory | None = None
@@ -59,6 +63,7 @@ class Outcome:
     dropped: tuple[Dropped, ...] = ()
     probes: int = 0
     mode: str = "free"
+    why: str = ""
 
 
 class Attempts:
@@ -116,13 +121,17 @@ class Attempts:
                 stop.set()
                 raise
             outcomes = [future.result() for future in graded]
+        # Single failures are dropped and counted; a run in which nothing works must not look like one.
         if outcomes and all((o.trouble or "").startswith("infra") for o in outcomes):
-            # Single failures are dropped and counted; a machine on which nothing works must not look like a run.
-            raise Broke(f"none of {len(outcomes)} attempts could be judged ({outcomes[0].trouble} first): {self._last}")
+            raise Broke(f"none of {len(outcomes)} attempts could be judged ({outcomes[0].trouble} first: "
+                        f"{outcomes[0].why})")
+        if len({a.task.instance_id for a in attempts}) > 1 and all(o.trouble == "unusable_task" for o in outcomes):
+            raise ValueError(f"none of the tasks can be attempted: {outcomes[0].why}")
         return outcomes
 
     def _attempt(self, attempt: Attempt, reminding: Reminding | None) -> Outcome:
         mode = "free" if reminding is None else "active" if reminding.active else "passive"
+        why = ""
         for _ in range(self.retries + 1):
             try:
                 with self.open_box(attempt.task) as box:
@@ -131,21 +140,30 @@ class Attempts:
                     return Outcome(attempt, talk.trajectory, talk.given, extract_patch(box), dropped=talk.dropped,
                                    probes=talk.probes, mode=mode)
             except Broke as problem:
-                self._last = problem
+                log.warning("attempt %s: %s", attempt.id, why := str(problem))
                 trouble = "infra_engine" if isinstance(problem, Unserved) else "infra_sandbox"
             except Diverged:
                 return Outcome(attempt, trouble="replay_diverged", mode=mode)
-        return Outcome(attempt, trouble=trouble, mode=mode)
+            except Unusable as problem:
+                log.warning("task left out: %s", problem)
+                return Outcome(attempt, trouble="unusable_task", mode=mode, why=str(problem))
+        return Outcome(attempt, trouble=trouble, mode=mode, why=why)
 
     def _grade(self, outcome: Outcome) -> Outcome:
         if outcome.trouble:
             return outcome
-        o = outcome
+        o, why, killed = outcome, "", False
         for _ in range(self.retries + 1):
             try:
                 verdict = verify(o.attempt.task, o.patch, self.open_box, self.limits.tests_s)
+                if verdict.exit_code == KILLED and not verdict.resolved and not killed:
+                    killed = True  # by the patch itself, or by somebody on this machine: twice is the patch
+                    verdict = verify(o.attempt.task, o.patch, self.open_box, self.limits.tests_s)
             except Broke as problem:
-                self._last = problem
+                log.warning("grading of %s: %s", o.attempt.id, why := str(problem))
                 continue
-            return replace(o, verdict=verdict, trouble=None if verdict.valid else "invalid_verdict")
-        return replace(o, trouble="infra_verifier")
+            except Unusable as problem:
+                return replace(o, trouble="unusable_task", why=str(problem))
+            return replace(o, verdict=verdict, trouble=None if verdict.valid else "invalid_verdict",
+                           why="" if verdict.valid else verdict.reason)
+        return replace(o, trouble="infra_verifier", why=why)

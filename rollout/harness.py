@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from typing import Callable, Sequence, TypeVar
 
 from oprd.core.chat import Chat
@@ -12,7 +12,7 @@ from oprd.core.settings import Config, Eval, Rollout
 from oprd.rollout import utility
 from oprd.rollout.agent import AgentLimits, Remind, Reminding
 from oprd.rollout.ask import Asker, EngineChat, asker_of
-from oprd.rollout.attempts import Attempts, OpenBox, Outcome
+from oprd.rollout.attempts import Attempts, Outcome
 from oprd.rollout.audit import Audit, ModelAudit, each_boundary
 from oprd.rollout.controller import ControlSettings
 from oprd.rollout.controls import Placebo, controlled, pool_of
@@ -32,9 +32,25 @@ from oprd.rollout.teach import Reminded
 from oprd.rollout.verifier import verifier_asker
 from oprd.sandbox.box import Limits
 from oprd.sandbox.opener import opener
-from oprd.sandbox.sweep import run_label, sweep
+from oprd.sandbox.sweep import run_label
 
 A, B = TypeVar("A"), TypeVar("B")
+
+
+def box_opener(config: Config):
+    """What opens this run's sandboxes (sandbox/opener.py). ValueError: no docker SDK."""
+    s = config.sandbox
+    limits = Limits(command_s=s.command_s, cpu_s=s.cpus * max(s.command_s, s.tests_s), memory_mib=s.memory_mib,
+                    file_mib=s.file_mib, processes=s.processes, output_bytes=s.output_bytes, cpus=s.cpus,
+                    disk_mib=s.disk_mib)
+    settings = None
+    if s.kind == "docker":
+        try:
+            from oprd.sandbox.docker_host import DockerSettings  # the docker SDK is an extra
+        except ImportError:
+            raise ValueError("sandbox.kind = docker needs the docker package; install oprd[docker]") from None
+        settings = DockerSettings(s.hosts, s.network, s.mounts, s.environment, s.pulls, s.free_gib, s.warm)
+    return opener(s.kind, limits, run_label(config.run.folder), s.image, settings)
 
 
 class Harness:
@@ -44,10 +60,8 @@ class Harness:
         """Raises ValueError or FileNotFoundError for a rubric file or category that does not exist."""
         self.config, self.chat = config, chat
         s, r = config.sandbox, config.reminders
-        limits = Limits(command_s=s.command_s, cpu_s=s.command_s, memory_mib=s.memory_mib,
-                        output_bytes=s.output_bytes)
-        # a fresh sandbox at a task's base commit; raises Broke
-        self.open_box: OpenBox = opener(s.kind, limits, run_label(config.run.folder), s.image)
+        # a fresh sandbox at a task's base commit; raises Broke, Unusable
+        self.open_box = box_opener(config)
         self.rubric: Rubric = load_rubric(*([MICRO] if r.micro_texts else []), *([r.rubric] if r.rubric else []))
         for name in r.disabled:
             if name not in self.rubric:
@@ -65,18 +79,12 @@ class Harness:
                                         scopes=scopes)
 
     def sweep(self) -> list[str]:
-        """End what killed runs left on this machine; returns what was removed. ValueError: no Docker to ask."""
-        if self.config.sandbox.kind == "local":
-            return sweep()
-        try:
-            import docker  # an extra
+        """End what killed runs left on this machine and its engines; returns what was removed. Raises Broke."""
+        return self.open_box.sweep()
 
-            with closing(docker.from_env()) as client:
-                return sweep(client)
-        except ImportError:
-            raise ValueError("sandbox.kind = docker needs the docker package; install oprd[docker]") from None
-        except docker.errors.DockerException as problem:
-            raise ValueError(f"sandbox.kind = docker, but no Docker engine answers: {problem}") from None
+    def close(self) -> None:
+        """Remove every sandbox. Idempotent."""
+        self.open_box.close()
 
     def pool(self, engine: Engine, sampling: Rollout | Eval) -> Attempts:
         """Runs attempts under this run's limits, sampling as the given section says."""
@@ -87,6 +95,7 @@ class Harness:
         limits = AgentLimits(self.config.chat.system, r.max_turns, r.max_context_tokens, r.max_turn_tokens,
                              r.max_malformed, r.attempt_s, self.config.sandbox.command_s,
                              self.config.sandbox.tests_s, self.config.chat.tools,
+                             self.config.sandbox.tools, self.config.sandbox.output_tokens,
                              sampling is r and self.config.prefix.on and self.config.prefix.compare_states)
         how = Sampling(sampling.temperature, sampling.top_p, r.max_turn_tokens, tuple(stop))
         return Attempts(engine, self.chat, self.open_box, limits, how, r.workers, r.verifiers)

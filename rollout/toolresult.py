@@ -1,6 +1,6 @@
 """What one tool call did, seen the same way whatever the tool set: the input of the hard rules.
 
-Knows our tools (`bash`, `read`, `edit`, `submit`), Claude-Code style names and those of other scaffolds, what the tools
+Knows our tools (sandbox/toolbox.py), Claude-Code style names and those of other scaffolds, what the tools
 of ten languages call a test or a build, and strips what a scaffold adds around a tool's own output.
 """
 
@@ -22,7 +22,7 @@ KINDS = {  # by what tool sets call them: ours, Claude Code, OpenHands, SWE-agen
     "run_terminal_cmd": "bash", "execute_command": "bash",
     "read": "read", "view": "read", "read_file": "read", "open_file": "read", "notebookread": "read",
     "read_many_files": "read",
-    "edit": "edit", "multiedit": "edit", "str_replace": "edit", "str_replace_editor": "edit", "file_editor": "edit",
+    "edit": "edit", "multiedit": "edit", "multi_edit": "edit", "str_replace": "edit", "str_replace_editor": "edit", "file_editor": "edit",
     "str_replace_based_edit_tool": "edit", "notebookedit": "edit", "edit_file": "edit", "search_replace": "edit",
     "replace": "edit", "replace_in_file": "edit", "apply_patch": "edit", "insert": "edit",
     "write": "edit", "create_file": "edit", "write_file": "edit", "write_to_file": "edit",

@@ -33,6 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Mapping
 
@@ -45,6 +46,9 @@ TICK = 0.02  # seconds between looks at the number of processes
 GRACE = 1.0  # seconds in which what is already in the pipe is taken, once nobody should hold it any more
 TEARDOWN = 30.0  # seconds the kernel may take to bury a killed tree (thousands of processes after a fork bomb)
 TIE = ("setpriv", "--pdeathsig", "KILL", "unshare", "--pid", "--fork", "--kill-child=KILL", "--mount-proc")
+
+KEEP_FOLDER = "trap '{ pwd -P >&9; } 2>/dev/null' 0; "
+GONE = "(the working directory $2 is gone; this ran in $PWD)"
 
 MOUNT = f'mount --bind "$1/repo" {ROOT} && '
 MASK_TMP = 'mount --bind "$1/tmp" /tmp && '
@@ -120,29 +124,44 @@ class LocalSandbox:
         # stderr joins stdout only inside: the launcher's own messages are not the command's. The marker file tells
         # "our launcher failed" from "the command failed". The inner shell keeps the namespace's first process ours:
         # default actions of signals are ignored there.
-        self.start = f': > "$1/started" && {mounts}{{ {limit}}} 2>/dev/null; exec 2>&1; sh -c "$0"; exit $?'
+        # $2, where to start, is given when the command's last folder is asked for: it goes to a file opened by then.
+        self.start = (f': > "$1/started" && {{ [ -z "$2" ] || exec 9>"$1/private/folder"; }} && {mounts}{{ {limit}}} '
+                      f'2>/dev/null; exec 2>&1; [ -z "$2" ] || cd "$2" 2>/dev/null || echo "{GONE}"; sh -c "$0"; exit $?')
         self.put(files)
 
-    def run(self, command: str, seconds: float | None = None, output_bytes: int | None = None) -> Ran:
+    def run(self, command: str, seconds: float | None = None, output_bytes: int | None = None,
+            folder: str | None = None) -> Ran:
         """See box.Sandbox.run. Nothing the command started outlives it."""
         limit = self.limits.command_s if seconds is None else seconds
         self.host_root.mkdir(exist_ok=True)  # `rm -rf "$PWD"` is the agent's mistake, not the machine's
+        start = folder or ""
+        if folder is not None:
+            start, command = folder or ROOT, KEEP_FOLDER + command
         if not self.isolated:
             command = command.replace(ROOT + "/", f"{self.host_root}/")
-        argv = [*launcher(), "sh", "-c", self.start, command, str(self.folder)]
+            start = f"{self.host_root}{start.removeprefix(ROOT)}" if f"{start}/".startswith(ROOT + "/") else start
+        argv = [*launcher(), "sh", "-c", self.start, command, str(self.folder), start]
         try:
             process = subprocess.Popen(argv, cwd=self.host_root, env=self.env, stdin=subprocess.DEVNULL,
                                        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
         except (OSError, ValueError) as problem:
             if isinstance(problem, ValueError) or problem.errno == errno.E2BIG:  # a NUL byte, a too long command
-                return Ran(f"sh: {problem}\n", 126)
+                return Ran(f"sh: {problem}\n", 126, folder=folder)
             raise Broke(f"a command cannot be started: {problem}") from problem
         kept = HeadTail(output_bytes or self.limits.output_bytes)
         try:
             why = self._watch(process, kept, time.monotonic() + limit)
         finally:
             self._end(process, kept)
-        return self._ran(process.returncode, kept, why, limit)
+        ran = self._ran(process.returncode, kept, why, limit)
+        return ran if folder is None else replace(ran, folder=self._last_folder() or start)
+
+    def _last_folder(self) -> str:
+        """Where the shell stood when it ended; "" when it did not come to say it."""
+        said = (self.folder / "private" / "folder").read_text("utf-8", "surrogateescape").removesuffix("\n")
+        if not self.isolated and f"{said}/".startswith(f"{self.host_root}/"):
+            said = ROOT + said.removeprefix(str(self.host_root))
+        return said
 
     def _watch(self, process: subprocess.Popen, kept: HeadTail, deadline: float) -> str:
         """Read until the command ends. Returns why it must be killed, or "" when it ended by itself."""

@@ -16,23 +16,38 @@ from oprd.sandbox.box import Broke
 from oprd.sandbox.gitstore import one_commit
 from oprd.sandbox.task import Task
 
+# Where images of the public sets keep the solution (Multi-SWE); an agent must not find it, a grader does not need it.
+SOLUTION_FILES = ("/home/fix.patch", "/home/test.patch")
+DATE = "'1700000000 +0000'"  # an agent's view has no clock
 MAX_PATCH = 4 * 2**20  # bytes; a larger one is no source change and is refused by verify()
 
 # Overrides .gitattributes of the work tree: no line-end conversion, no keyword or filter, text or binary by content.
 ATTRIBUTES = b"* -text !eol !diff !filter !ident !working-tree-encoding\n"
+CACHES = b"__pycache__/\n.pytest_cache/\n"  # no work of the agent's, wherever they lie
 PRIVATE_CONFIG = (b"[core]\n\trepositoryformatversion = 0\n\tfilemode = true\n\tbare = false\n"
                   b"\tattributesFile = /dev/null\n\texcludesFile = /dev/null\n\tfsync = none\n\tsafecrlf = false\n")
 
+# The tree as the image has it. What the image's own repository ignores (installed packages, built files) is in no
+# commit and in no patch, at just those paths. The commit has a fixed date. An old git has no `init -b`.
 INITIALISE = f"""set -e
-rm -rf .git; git init -q -b main . >&2; git config user.name Developer
-git config user.email developer@example.invalid
-git add -A -f . >&2; git commit -q --allow-empty -m Base >&2
-mkdir -p "$PRIVATE"; cp -a .git "$PRIVATE/git"; git rev-parse HEAD"""
+rm -f {" ".join(SOLUTION_FILES)}
+: > "$PRIVATE/ignored"; known=; [ -e .git ] && git rev-parse -q --verify HEAD >&2 && known=1
+[ -z "$known" ] || git ls-files -z -c -i --exclude-standard > "$PRIVATE/ignored"
+find . -name .git -prune -exec rm -rf {{}} +
+git init -q --template= . >&2; git symbolic-ref HEAD refs/heads/main; mkdir -p .git/info
+cp "$PRIVATE/attributes" .git/info/attributes
+git config user.name Developer; git config user.email developer@example.invalid; git config gc.auto 0
+if [ "$known" ]; then git add -A . >&2; git update-index --add --remove -z --stdin < "$PRIVATE/ignored" >&2
+else git add -A -f . >&2; fi
+GIT_AUTHOR_DATE={DATE} GIT_COMMITTER_DATE={DATE} git commit -q --no-verify --allow-empty -m Base >&2
+rm -rf .git/COMMIT_EDITMSG .git/logs "$PRIVATE/git"; cp -a .git "$PRIVATE/git"; git rev-parse HEAD
+git ls-files -z -o -i --exclude-standard --directory | tr '\\000' '\\n' | sed 's/[][*?\\]/\\\\&/g; s/^/\\//'"""
 
-# A nested .git would turn its folder into an unreadable link, so it goes; caches are no work of the agent's.
+# A nested .git would turn its folder into an unreadable link, so it goes. No .gitignore counts, only left_out.
 EXTRACT = """find . -mindepth 2 -name .git -prune -exec rm -rf {{}} + &&
 export GIT_DIR="$PRIVATE/git" GIT_WORK_TREE=. &&
-git add -A -f -- . ':(exclude,glob)**/__pycache__/**' ':(exclude,glob)**/.pytest_cache/**' &&
+git add -u -- . && git ls-files -z -o --exclude-from="$PRIVATE/left_out" > "$PRIVATE/new" &&
+git update-index --add -z --stdin < "$PRIVATE/new" &&
 git diff --cached --binary --full-index --no-renames --no-ext-diff --no-textconv --no-color \\
     --src-prefix=a/ --dst-prefix=b/ {commit} --"""
 
@@ -61,10 +76,13 @@ def prepare(task: Task, box) -> None:
         tree, box.base = _base(json.dumps(dict(task.files), sort_keys=True))
         box.put(tree)
         return
-    code, out, err = box.trusted(INITIALISE, 300)
+    box.put({"attributes": ATTRIBUTES}, private=True)
+    code, out, err = box.trusted(INITIALISE, 600)
     if code:
         raise Broke(f"{task.instance_id}: git cannot make the base commit: {_text(err)}")
-    box.base = Base(out.decode().strip(), {"git/info/attributes": ATTRIBUTES, "git/config": PRIVATE_CONFIG})
+    commit, _, ignored = out.partition(b"\n")
+    box.base = Base(commit.decode(), {"git/info/attributes": ATTRIBUTES, "git/config": PRIVATE_CONFIG,
+                                      "left_out": CACHES + ignored})
 
 
 @functools.lru_cache(maxsize=64)
@@ -74,7 +92,7 @@ def _base(files: str) -> tuple[Mapping[str, bytes], Base]:
     commit, store = one_commit(tree)
     private = store | {"config": PRIVATE_CONFIG, "info/attributes": ATTRIBUTES}
     return (tree | {f".git/{path}": data for path, data in store.items()},
-            Base(commit, {f"git/{path}": data for path, data in private.items()}))
+            Base(commit, {f"git/{path}": data for path, data in private.items()} | {"left_out": CACHES}))
 
 
 def extract_patch(box) -> bytes:

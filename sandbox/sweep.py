@@ -14,27 +14,29 @@ import signal
 import tempfile
 import time
 from pathlib import Path
+from typing import Callable
 
 FOLDER_PREFIX = "oprd-"
 SHARED_MEMORY = Path("/dev/shm")
 MARKER = "OPRD_RUN"  # environment variable of every process in a local box: "<label>/<box>"
-LABEL = re.compile(r"([0-9a-f]{12})\.(\d+)\.(\d+)\.(\d+)")
+LABEL = re.compile(r"([0-9a-f]{12})\.(\d+)\.(\d+)\.([0-9a-f]{8})")
 
 
 def run_label(run_folder: str | Path, pid: int | None = None) -> str:
-    """The label of a run: run folder, owner's pid, owner's start time (clock ticks since boot), PID namespace.
+    """The label of a run: run folder, owner's pid, owner's start time (clock ticks since boot), and where that pid
+    means something (this boot of this machine, this PID namespace).
 
-    Example: "3f2a90b1c4de.4711.88213.4026531836".
+    Example: "3f2a90b1c4de.4711.88213.9c07be12".
     """
     pid = os.getpid() if pid is None else pid
     digest = hashlib.sha256(os.fsencode(Path(run_folder).resolve())).hexdigest()[:12]
-    return f"{digest}.{pid}.{_start_time(pid)}.{_namespace()}"
+    return f"{digest}.{pid}.{_start_time(pid)}.{_place()}"
 
 
 def owner_is_dead(label: str) -> bool:
-    """True only when it is certain: a label of another PID namespace (a container, another machine) may be alive."""
+    """True only when it is certain: a label of another machine or PID namespace may be alive."""
     match = LABEL.fullmatch(label)
-    if match is None or int(match[4]) != _namespace():
+    if match is None or match[4] != _place():
         return False
     return _start_time(int(match[2])) != int(match[3])
 
@@ -49,8 +51,8 @@ def folders() -> list[Path]:
     return places
 
 
-def sweep(docker_client=None) -> list[str]:
-    """End the processes and remove the temp copies (and, given a docker client, the containers) of dead owners.
+def sweep(is_dead: Callable[[str], bool] = owner_is_dead) -> list[str]:
+    """End the processes and remove the temp copies of dead owners (their containers: docker_sweep.py).
 
     Returns one line for each thing removed. Safe to call while other runs live on the same machine.
     """
@@ -59,15 +61,11 @@ def sweep(docker_client=None) -> list[str]:
     done = []
     for folder in sorted(f for place in folders() for f in place.glob(f"{FOLDER_PREFIX}*")):
         label = folder.name.removeprefix(FOLDER_PREFIX)
-        if not owner_is_dead(label) or folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        if not is_dead(label) or folder.is_symlink() or folder.stat().st_uid != os.getuid():
             continue
         done += [f"process {pid} of {label}" for pid in kill_marked(label + "/")]
         remove_tree(folder)
         done.append(f"folder {folder}")
-    if docker_client is not None:
-        from oprd.sandbox.docker_box import sweep_containers
-
-        done += sweep_containers(docker_client, owner_is_dead)
     return done
 
 
@@ -131,5 +129,9 @@ def _start_time(pid: int) -> int:
     return -1 if fields[0] in "ZX" else int(fields[19])
 
 
-def _namespace() -> int:
-    return int(re.sub(r"\D", "", os.readlink("/proc/self/ns/pid")))
+def _place() -> str:
+    """Names this boot of this machine and the PID namespace: initial namespaces have one number on all machines, and
+    an engine may serve several of them."""
+    namespace = os.readlink("/proc/self/ns/pid")
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return hashlib.sha256(f"{boot} {namespace}".encode()).hexdigest()[:8]

@@ -1,4 +1,5 @@
-"""The agent's tools: `bash`, `read`, `edit`, `submit`, each a small function from arguments to text.
+"""MicroSWE's tools: `bash`, `read`, `edit`, `submit`, each a small function from arguments to text. (Those for real
+repositories: coder_tools.py; which a run uses: toolbox.py.)
 
 A model's mistake (missing argument, missing file, ambiguous edit, failing command) is an answer it reads; only a
 machine's mistake (`Broke`) is an exception. Texts are those models already know from public coding agents.
@@ -28,6 +29,11 @@ _TEXT = {
               "new_string": "The text to put there.", "replace_all": "true to replace every occurrence."}),
     "submit": ("Hand in the work. Nothing can be done after it.", {}),
 }
+SAME = "No changes to make: old_string and new_string are exactly the same."
+NOT_FOUND = "String to replace not found in file.\nString: {}"
+AMBIGUOUS = ("Found {} matches of the string to replace, but replace_all is false. To replace all occurrences, set "
+             "replace_all to true. To replace only one occurrence, please provide more context to uniquely identify the "
+             "instance.\nString: {}")
 SCHEMAS = [{"type": "function", "function": {
     "name": name, "description": _TEXT[name][0], "parameters": {
         "type": "object",
@@ -88,16 +94,13 @@ def _read(box: Sandbox, path: str) -> Answer:
 def _edit(box: Sandbox, path: str, old_string: str, new_string: str, replace_all: str = "false") -> Answer:
     text = box.read(path).decode("utf-8", errors="surrogateescape")
     if old_string == new_string:
-        return Answer("No changes to make: old_string and new_string are exactly the same.", is_error=True)
+        return Answer(SAME, is_error=True)
     everywhere = replace_all.strip().lower() == "true"
     count = text.count(old_string) if old_string else 0
     if count == 0:
-        return Answer(f"String to replace not found in file.\nString: {old_string}", is_error=True)
+        return Answer(NOT_FOUND.format(old_string), is_error=True)
     if count > 1 and not everywhere:
-        return Answer(
-            f"Found {count} matches of the string to replace, but replace_all is false. To replace all occurrences, "
-            "set replace_all to true. To replace only one occurrence, please provide more context to uniquely "
-            f"identify the instance.\nString: {old_string}", is_error=True)
+        return Answer(AMBIGUOUS.format(count, old_string), is_error=True)
     edited = text.replace(old_string, new_string) if everywhere else text.replace(old_string, new_string, 1)
     box.write(path, edited.encode("utf-8", errors="surrogateescape"))
     return Answer(f"The file {path} has been updated.")

@@ -68,6 +68,12 @@ def verify(task: Task, patch: bytes, open_box: OpenBox, seconds: float | None = 
     return replace(verdict, seconds=time.monotonic() - start)
 
 
+def without_patch(task: Task, open_box: OpenBox, seconds: float | None = None) -> Verdict:
+    """The task's base under the hidden tests, as verify() would grade a patch that changes nothing. Raises Broke."""
+    start = time.monotonic()
+    return replace(_grade(task, b"", open_box, seconds), seconds=time.monotonic() - start)
+
+
 def gold_check(task: Task, open_box: OpenBox, seconds: float | None = None) -> str:
     """Can the task be graded? "" when its own patch resolves it and no patch does not; else what is wrong."""
     gold = verify(task, task.patch.encode(), open_box, seconds)

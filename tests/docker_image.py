@@ -10,9 +10,9 @@ import subprocess
 import tarfile
 from pathlib import Path
 
-TAG = "oprd-test:1"
-APPLETS = ("sh cat cp chmod date dirname env find grep head id kill ln ls mkdir mkfifo mv ps pwd readlink rm sed "
-           "setsid sleep sort tail test touch true false wc yes printf").split()
+TAG = "oprd-test:3"
+APPLETS = ("sh cat cp chmod cut date dd df dirname env find grep head id kill ln ls mkdir mkfifo mv nohup ps pwd readlink "
+           "rm sed seq setsid sleep sort tail test touch tr true false wc xargs yes printf").split()
 
 
 def engine():
@@ -36,6 +36,20 @@ def image(client) -> str:
     name, tag = TAG.split(":")
     client.api.import_image_from_data(_root_filesystem(), repository=name, tag=tag)
     return TAG
+
+
+def derived(client, name: str, script: str, folder: str = "/repo") -> str:
+    """A tag of the test image in which `script` has run in `folder`, its working folder. For a test of its own."""
+    tag = f"oprd-test-{name}:1"
+    container = client.containers.create(image(client), ["sh", "-ec", script], working_dir=folder, network_mode="none")
+    try:
+        container.start()
+        if container.wait(timeout=60)["StatusCode"]:
+            raise AssertionError(container.logs().decode("utf-8", "replace"))
+        container.commit(*tag.split(":"), conf={"WorkingDir": folder, "Cmd": ["sh"]})
+    finally:
+        container.remove(force=True, v=True)
+    return tag
 
 
 def _root_filesystem() -> bytes:

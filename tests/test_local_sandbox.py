@@ -182,3 +182,17 @@ def test_a_marked_process_without_a_session_is_found_and_killed(tmp_path):
     finally:
         other.kill()
         other.wait()
+
+
+def test_the_folder_a_shell_ends_in_is_told_and_another_command_can_start_there(box):
+    box.write("src/a b/x.py", b"")
+    ran = box.run("cd 'src/a b'; false", folder=box.root)
+    assert (ran.output, ran.code, ran.folder) == ("", 1, f"{box.root}/src/a b")
+    assert box.run("pwd; ls; cd ..; exit 3", folder=ran.folder).folder == "/mnt/src"
+    assert box.run("pwd; ls; exit 3", folder=ran.folder).output.endswith("/src/a b\nx.py\n")
+    assert box.run("pwd").folder is None
+    assert box.run("cd src; exec true", folder="/mnt").folder == "/mnt"  # the shell is gone: it stays where it was
+    assert box.run("cd src; sleep 30", 0.3, folder="/mnt").folder == "/mnt"
+    gone = box.run("pwd", folder="/mnt/none")
+    assert "none is gone; this ran in " in gone.output and gone.folder == "/mnt"
+    assert box.run("nosuch", folder="/mnt").output == box.run("nosuch").output

@@ -61,11 +61,12 @@ def test_a_killed_owner_is_swept_and_a_live_one_is_not(way, tmp_path, monkeypatc
 
 def test_a_label_names_its_owner_exactly():
     label = run_label("/some/run")
-    digest, pid, start, namespace = label.split(".")
+    digest, pid, start, place = label.split(".")
     assert int(pid) == os.getpid() and not owner_is_dead(label)
-    assert owner_is_dead(f"{digest}.{pid}.{int(start) + 1}.{namespace}")  # the pid is another process's now
-    assert owner_is_dead(f"{digest}.{2**22 + 1}.{start}.{namespace}")
-    assert not owner_is_dead(f"{digest}.{2**22 + 1}.{start}.{int(namespace) + 1}")  # another machine's: who knows
+    assert owner_is_dead(f"{digest}.{pid}.{int(start) + 1}.{place}")  # the pid is another process's now
+    assert owner_is_dead(f"{digest}.{2**22 + 1}.{start}.{place}")
+    elsewhere = f"{int(place, 16) ^ 1:08x}"
+    assert not owner_is_dead(f"{digest}.{2**22 + 1}.{start}.{elsewhere}")  # another machine's: who knows
     assert not owner_is_dead("not-ours") and not owner_is_dead(label + "x")
 
 
