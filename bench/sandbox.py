@@ -68,7 +68,8 @@ def crowd(tag: str, boxes: int) -> None:
     for thread in threads:
         thread.join()
     used, total = (after - first for after, first in zip(busy(), before))
-    print(f"{boxes} boxes at once: {time.perf_counter() - start:.1f} s, cores {100 * used / total:.0f}% busy", flush=True)
+    took = time.perf_counter() - start
+    print(f"{boxes} boxes at once: {took:.1f} s, cores {100 * used / total:.0f}% busy", flush=True)
     open_box.close()
 
 

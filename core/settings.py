@@ -16,7 +16,7 @@ FILES = {"input": ("score", "annotate", "if-data", "match-rules", "behaviours", 
          "parser": ("parse-log",)}
 
 
-RESUMED = ("microswe", "pretrain", "coding-sft", "if-sft", "oprd", "all", "check-tasks")  # those --resume means something to
+RESUMED = ("microswe", "pretrain", "coding-sft", "if-sft", "oprd", "all", "check-tasks")  # --resume means something
 
 
 class Section(BaseModel):

@@ -126,7 +126,8 @@ class _Talk:
         self.dropped: list[Dropped] = []
         self.probes = 0
         self.history: list[int] = []  # everything earlier turns left visible
-        self.pending = chat.open(limits.system, task.problem_statement, SCHEMAS[limits.tool_set] if limits.tools else None)
+        schemas = SCHEMAS[limits.tool_set] if limits.tools else None
+        self.pending = chat.open(limits.system, task.problem_statement, schemas)
         if start is not None:
             self.pending += chat.reminder(start.text)
 

@@ -74,7 +74,6 @@ class Attempts:
         self.engine, self.chat, self.open_box = engine, chat, open_box
         self.limits, self.sampling = limits, sampling
         self.workers, self.verifiers, self.retries = workers, verifiers, retries
-        self._last: Broke | None = None  # what failed last, for the message when nothing works
 
     def run(self, attempts: Sequence[Attempt], reminding: Reminding | None = None,
             on_done: Callable[[Outcome], None] = lambda outcome: None) -> list[Outcome]:

@@ -114,7 +114,8 @@ def check_all(tasks: Sequence[Task], open_box: OpenBox, report: Path, times: int
     if len(set(ids)) < len(ids):
         raise ValueError(f"two tasks have the id {next(i for i in ids if ids.count(i) > 1)}")
     keys = {task.instance_id: digest(task, times, seconds, where) for task in tasks}
-    known = {c.instance_id: c for c in read_report(report) if keys.get(c.instance_id) == c.digest and c.state != "infra"}
+    known = {c.instance_id: c for c in read_report(report)
+             if keys.get(c.instance_id) == c.digest and c.state != "infra"}
     lock, stop = threading.Lock(), threading.Event()
 
     def one(task: Task) -> Checked | None:

@@ -108,9 +108,9 @@ class Coder:
         data = self.box.read(self.path(given.text("file_path")))
         offset, limit = given.number("offset"), given.number("limit")
         if len(data) > READ_BYTES and offset is None and limit is None:
-            return _error(f"File content ({len(data) / 1024:.1f}KB) exceeds maximum allowed size (256KB). Please use offset "
-                          "and limit parameters to read specific portions of the file, or use the grep tool to search "
-                          "for specific content.")
+            return _error(f"File content ({len(data) / 1024:.1f}KB) exceeds maximum allowed size (256KB). Please use "
+                          "offset and limit parameters to read specific portions of the file, or use the grep tool "
+                          "to search for specific content.")
         if b"\0" in data[:8192]:
             return _error("This is a binary file; use bash to look into it.")
         lines = data.decode("utf-8", "replace").split("\n")
@@ -163,15 +163,17 @@ class Coder:
             if problem:
                 return _error(f"{problem}\n(edit {number} of {len(edits)}; no edit was made)")
         self.box.write(path, text.encode("utf-8", "surrogateescape"))
-        done = "\n".join(f'{number}. Replaced "{old}" with "{new}"' for number, (old, new, _) in enumerate(edits, start=1))
+        done = "\n".join(f'{i}. Replaced "{old}" with "{new}"' for i, (old, new, _) in enumerate(edits, start=1))
         return Answer(f"Applied {len(edits)} edit{'s' * (len(edits) != 1)} to {path}:\n{done}")
 
     def grep(self, given: Arguments, seconds: float | None) -> Answer:
         where = self.path(given.text("path", ""))
-        return Answer(grep_files(self.box, given, where, self.folder, int(given.number("head_limit") or HEAD_LIMIT), seconds))
+        most = int(given.number("head_limit") or HEAD_LIMIT)
+        return Answer(grep_files(self.box, given, where, self.folder, most, seconds))
 
     def glob(self, given: Arguments, seconds: float | None) -> Answer:
-        return Answer(glob_files(self.box, given.text("pattern"), self.path(given.text("path", "")), self.folder, seconds))
+        where = self.path(given.text("path", ""))
+        return Answer(glob_files(self.box, given.text("pattern"), where, self.folder, seconds))
 
     def submit(self, given: Arguments, seconds: float | None) -> Answer:
         return Answer("", ends=True)

@@ -33,7 +33,8 @@ hits() { hits=0 kills=0; { if [ -e /sys/fs/cgroup/memory.events ]; then
     else
         read -r most < /sys/fs/cgroup/memory/memory.max_usage_in_bytes
         read -r limit < /sys/fs/cgroup/memory/memory.limit_in_bytes
-        while read -r name n; do case $name in oom_kill) kills=$n;; esac; done < /sys/fs/cgroup/memory/memory.oom_control
+        while read -r name n; do case $name in oom_kill) kills=$n;; esac; done \\
+            < /sys/fs/cgroup/memory/memory.oom_control
         [ $((most + 1048576)) -lt "$limit" ] || hits=$kills; fi; } 2>/dev/null; }
 report() { i=0; left; while [ "$left" -gt 0 ] && [ "$i" -lt 110 ]; do
         i=$((i + 1)); [ "$i" -lt 100 ] || sleep 1; kill -9 -1 2>/dev/null; left; done
@@ -60,7 +61,8 @@ KILL = PROOF + "kill -9 -1 2>/dev/null\nreport"
 class Report:
     """What a wrapper saw when all was over. left: processes that outlived the kill; kills: processes the kernel
     killed for want of memory since the container was made, hits: how often the container's own limit was why (with
-    cgroups of version 1: `kills` if the limit was ever reached, else 0); ended: processes that were left running; folder: see Ran."""
+    cgroups of version 1: `kills` if the limit was ever reached, else 0); ended: processes that were left running;
+    folder: see Ran."""
 
     left: int
     hits: int
@@ -134,7 +136,8 @@ def drain(sock: socket.socket, seconds: float) -> None:
 
 
 class DiskWatch:
-    """Looks every LOOK_S seconds at what a box wrote, where its engine cannot limit it, and ends its command beyond the limit. over: that it did."""
+    """Looks every LOOK_S seconds at what a box wrote, where its engine cannot limit it, and ends its command beyond the
+    limit. over: that it did."""
 
     def __init__(self, most_mib: int, written_mib: Callable[[], float], kill: Callable[[], object]):
         """most_mib 0: nothing to look at."""

@@ -126,7 +126,8 @@ class LocalSandbox:
         # default actions of signals are ignored there.
         # $2, where to start, is given when the command's last folder is asked for: it goes to a file opened by then.
         self.start = (f': > "$1/started" && {{ [ -z "$2" ] || exec 9>"$1/private/folder"; }} && {mounts}{{ {limit}}} '
-                      f'2>/dev/null; exec 2>&1; [ -z "$2" ] || cd "$2" 2>/dev/null || echo "{GONE}"; sh -c "$0"; exit $?')
+                      f'2>/dev/null; exec 2>&1; [ -z "$2" ] || cd "$2" 2>/dev/null || echo "{GONE}"; '
+                      'sh -c "$0"; exit $?')
         self.put(files)
 
     def run(self, command: str, seconds: float | None = None, output_bytes: int | None = None,

@@ -51,7 +51,7 @@ git update-index --add -z --stdin < "$PRIVATE/new" &&
 git diff --cached --binary --full-index --no-renames --no-ext-diff --no-textconv --no-color \\
     --src-prefix=a/ --dst-prefix=b/ {commit} --"""
 
-# The whole work tree, ignored files and caches' folders too, in an index of its own; nested .git folders count as links.
+# The whole work tree, ignored files too, in an index of its own; nested .git folders count as links.
 STATE = """export GIT_DIR="$PRIVATE/git" GIT_WORK_TREE=. GIT_INDEX_FILE="$PRIVATE/git/state" &&
 git add -A -f -- . ':(exclude,glob)**/__pycache__/**' ':(exclude,glob)**/.pytest_cache/**' && git write-tree && pwd"""
 

@@ -21,6 +21,7 @@ NEEDLE = 16  # characters of an added line that make it worth looking for
 # Prints a line for each finding. $PRIVATE/gold and /test: the solution and the hidden tests; /needles: lines of theirs.
 LOOK = r"""
 say() { echo "$*"; }
+holds() { [ ! -s "$PRIVATE/needles" ] || ! grep -q -F -f "$PRIVATE/needles" "$1" || say "$1 holds the solution"; }
 git for-each-ref --format='%(objectname) %(refname)' | while read -r id ref; do
     [ "$ref" = refs/heads/main ] && [ "$id" = "COMMIT" ] || say "git has the ref $ref"; done
 [ "$(git rev-parse HEAD)" = COMMIT ] || say "HEAD is not the base"
@@ -32,22 +33,22 @@ for name in ORIG_HEAD FETCH_HEAD MERGE_HEAD CHERRY_PICK_HEAD REVERT_HEAD packed-
     modules worktrees shallow info/grafts rebase-merge rebase-apply; do
     [ ! -e ".git/$name" ] || say "git has .git/$name"; done
 for file in SOLUTION; do [ ! -e "$file" ] || say "$file exists"; done
+applies() { GIT_DIR=$PRIVATE/none git apply --check --whitespace=nowarn "$@" "$PRIVATE/$name" 2>/dev/null; }
 for name in gold test; do
-    [ -s "$PRIVATE/$name" ] && GIT_DIR=$PRIVATE/none git apply --check -R --whitespace=nowarn "$PRIVATE/$name" 2>/dev/null \
-        && ! GIT_DIR=$PRIVATE/none git apply --check --whitespace=nowarn "$PRIVATE/$name" 2>/dev/null \
-        && say "the tree already holds the $name patch"; done
+    [ -s "$PRIVATE/$name" ] && applies -R && ! applies && say "the tree already holds the $name patch"; done
 find / -xdev \( -path /proc -o -path /sys -o -path "$PWD/.git" -o -path "$PRIVATE" \) -prune -o \
     \( -name .git -o -name packed-refs -o -name '*.bundle' -o -name '*.patch' -o -name '*.diff' \) -print |
 while read -r path; do
     case $path in
         *.bundle) git bundle list-heads "$path" >/dev/null 2>&1 && say "$path is a git bundle";;
-        *.patch|*.diff) [ -s "$PRIVATE/needles" ] && grep -q -F -f "$PRIVATE/needles" "$path" && say "$path holds the solution";;
+        *.patch|*.diff) holds "$path";;
         *) store=${path%/packed-refs}
-            [ -z "UPSTREAM" ] || ! git --git-dir="$store" cat-file -e "UPSTREAM" 2>/dev/null || say "$store knows the upstream commit"
+            [ -z "UPSTREAM" ] || ! git --git-dir="$store" cat-file -e "UPSTREAM" 2>/dev/null ||
+                say "$store knows the upstream commit"
             [ "${store#"$PWD"/}" = "$store" ] || [ -n "${path%%*/.git}" ] || say "$path is a second repository";;
     esac; done
-[ ! -s "$PRIVATE/needles" ] || find / /home /tmp /root /workspace /opt /mnt /srv -xdev -maxdepth 1 -type f -size -8192k \
-    2>/dev/null | while read -r path; do grep -q -F -f "$PRIVATE/needles" "$path" && say "$path holds the solution"; done
+find / /home /tmp /root /workspace /opt /mnt /srv -xdev -maxdepth 1 -type f -size -8192k 2>/dev/null |
+while read -r path; do holds "$path"; done
 rm -f "$PRIVATE/gold" "$PRIVATE/test" "$PRIVATE/needles" "$PRIVATE/reachable" "$PRIVATE/stored"
 """
 

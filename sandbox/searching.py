@@ -11,7 +11,8 @@ from oprd.sandbox.box import Sandbox
 from oprd.sandbox.toolargs import Arguments
 
 TYPES = {"py": ("*.py", "*.pyi"), "python": ("*.py", "*.pyi"), "go": ("*.go",), "rust": ("*.rs",), "java": ("*.java",),
-         "js": ("*.js", "*.jsx", "*.mjs", "*.cjs", "*.vue"), "ts": ("*.ts", "*.tsx", "*.mts", "*.cts"), "c": ("*.c", "*.h"),
+         "js": ("*.js", "*.jsx", "*.mjs", "*.cjs", "*.vue"), "ts": ("*.ts", "*.tsx", "*.mts", "*.cts"),
+         "c": ("*.c", "*.h"),
          "cpp": ("*.cpp", "*.cc", "*.cxx", "*.hpp", "*.hh", "*.hxx", "*.h"), "ruby": ("*.rb",), "php": ("*.php",),
          "md": ("*.md",), "json": ("*.json",), "yaml": ("*.yaml", "*.yml"), "toml": ("*.toml",), "html": ("*.html",),
          "css": ("*.css",), "sh": ("*.sh", "*.bash"), "kotlin": ("*.kt",), "swift": ("*.swift",), "scala": ("*.scala",)}
@@ -55,19 +56,23 @@ else {shlex.join(git)} $kind -e {shlex.quote(given.text("pattern"))} -- ":(liter
     if ran.code == 65:
         raise SearchFailed("Search failed: multiline needs ripgrep, which this image does not have.")
     if ran.timed_out or ran.code not in (0, 1):
-        raise SearchFailed("Search failed — the pattern, glob, or file type was rejected without searching:\n" + text[:2000])
+        raise SearchFailed(f"Search failed — the pattern, glob, or file type was rejected without "
+                           f"searching:\n{text[:2000]}")
     base = where if not _is_file(text, where) else posixpath.dirname(where)
     found = [_placed(line, base, folder) for line in text.split("\n")] if text else []
     if not found:
         return "No files found" if mode == "files_with_matches" else "No matches found"
-    cut = f"\n(showing {most} of {len(found)} lines; raise head_limit or narrow the search)" if len(found) > most else ""
+    cut = ""
+    if len(found) > most:
+        cut = f"\n(showing {most} of {len(found)} lines; raise head_limit or narrow the search)"
     head = f"Found {len(found)} file{'s' * (len(found) != 1)}\n" if mode == "files_with_matches" else ""
     return head + "\n".join(found[:most]) + cut
 
 
 def _is_file(text: str, where: str) -> bool:
     name = posixpath.basename(where)
-    return bool(text) and all(line == name or line.startswith((name + ":", name + "-", "--")) for line in text.split("\n")[:3])
+    marks = (name + ":", name + "-", "--")
+    return bool(text) and all(line == name or line.startswith(marks) for line in text.split("\n")[:3])
 
 
 def _placed(line: str, base: str, folder: str) -> str:
@@ -82,8 +87,8 @@ def glob_files(box: Sandbox, pattern: str, where: str, folder: str, seconds: flo
     if pattern.startswith("/"):
         fixed = pattern[:re.search(r"[*?\[{]|$", pattern).start()].rpartition("/")[0] or "/"
         where, pattern = fixed, pattern[len(fixed):].lstrip("/")
-    command = (f"cd {shlex.quote(where)} 2>/dev/null && find . -name .git -prune -o \\( -type f -o -type l \\) -print || "
-               "exit 66")
+    command = (f"cd {shlex.quote(where)} 2>/dev/null || exit 66; "
+               "find . -name .git -prune -o \\( -type f -o -type l \\) -print")
     ran = box.run(command, seconds, output_bytes=OUTPUT_BYTES, folder=folder)
     if ran.code == 66:
         raise SearchFailed(f"Directory does not exist: {where}. Note: your current working directory is {folder}.")
@@ -91,10 +96,13 @@ def glob_files(box: Sandbox, pattern: str, where: str, folder: str, seconds: flo
         wanted = re.compile(glob_to_regex(pattern))
     except (re.error, ValueError) as problem:
         raise SearchFailed(f"glob failed: the pattern {pattern!r} is malformed: {problem}") from None
-    paths = sorted(path for line in ran.output.split("\n") if wanted.fullmatch(path := line.removeprefix("./")) and path)
+    found = (line.removeprefix("./") for line in ran.output.split("\n") if line)
+    paths = sorted(path for path in found if wanted.fullmatch(path))
     if not paths:
         return "No files found"
-    cut = "\n(Results are truncated. Consider using a more specific path or pattern.)" if len(paths) > GLOB_FILES else ""
+    cut = ""
+    if len(paths) > GLOB_FILES:
+        cut = "\n(Results are truncated. Consider using a more specific path or pattern.)"
     return "\n".join(posixpath.join(where, path) for path in paths[:GLOB_FILES]) + cut
 
 

@@ -32,8 +32,8 @@ _TEXT = {
 SAME = "No changes to make: old_string and new_string are exactly the same."
 NOT_FOUND = "String to replace not found in file.\nString: {}"
 AMBIGUOUS = ("Found {} matches of the string to replace, but replace_all is false. To replace all occurrences, set "
-             "replace_all to true. To replace only one occurrence, please provide more context to uniquely identify the "
-             "instance.\nString: {}")
+             "replace_all to true. To replace only one occurrence, please provide more context to uniquely identify "
+             "the instance.\nString: {}")
 SCHEMAS = [{"type": "function", "function": {
     "name": name, "description": _TEXT[name][0], "parameters": {
         "type": "object",

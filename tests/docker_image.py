@@ -11,8 +11,8 @@ import tarfile
 from pathlib import Path
 
 TAG = "oprd-test:3"
-APPLETS = ("sh cat cp chmod cut date dd df dirname env find grep head id kill ln ls mkdir mkfifo mv nohup ps pwd readlink "
-           "rm sed seq setsid sleep sort tail test touch tr true false wc xargs yes printf").split()
+APPLETS = ("sh cat cp chmod cut date dd df dirname env find grep head id kill ln ls mkdir mkfifo mv nohup ps pwd "
+           "readlink rm sed seq setsid sleep sort tail test touch tr true false wc xargs yes printf").split()
 
 
 def engine():

@@ -43,15 +43,15 @@ class Real:
     log_parser: str
 
 
+PYTEST = "python3 -m pytest -rA -p no:cacheprovider"
+MOCHA = "mocha --reporter spec --check-leaks --ui qunit test/"
 REAL = (
-    Real("mahmoud/boltons", "1e61524", ("tests",), "python", "python3 -m pytest -rA -p no:cacheprovider tests/test_strutils.py",
-         "parse_log_pytest"),
-    Real("mahmoud/boltons", "6cac49c", ("tests",), "python", "python3 -m pytest -rA -p no:cacheprovider tests/test_dictutils.py",
-         "parse_log_pytest"),
+    Real("mahmoud/boltons", "1e61524", ("tests",), "python", f"{PYTEST} tests/test_strutils.py", "parse_log_pytest"),
+    Real("mahmoud/boltons", "6cac49c", ("tests",), "python", f"{PYTEST} tests/test_dictutils.py", "parse_log_pytest"),
     Real("Masterminds/semver", "b1bb761", ("constraints_test.go",), "go", "go test -v ./...", "parse_log_gotest"),
     Real("Masterminds/semver", "9f3b646", ("constraints_test.go",), "go", "go test -v ./...", "parse_log_gotest"),
-    Real("jshttp/cookie", "042073f", ("test",), "js", "mocha --reporter spec --check-leaks --ui qunit test/", "parse_log_js"),
-    Real("jshttp/cookie", "e248786", ("test",), "js", "mocha --reporter spec --check-leaks --ui qunit test/", "parse_log_js"),
+    Real("jshttp/cookie", "042073f", ("test",), "js", MOCHA, "parse_log_js"),
+    Real("jshttp/cookie", "e248786", ("test",), "js", MOCHA, "parse_log_js"),
     Real("dtolnay/semver", "b2d8468", ("tests",), "rust", "cargo test --offline --no-fail-fast", "parse_log_cargo"),
     Real("dtolnay/semver", "af79743", ("tests",), "rust", "cargo test --offline --no-fail-fast", "parse_log_cargo"),
 )
@@ -67,8 +67,8 @@ def toolchains(client) -> str:
         root = Path(folder) / "root"
         subprocess.run(["debootstrap", "--variant=minbase", "--include=ca-certificates", "stable", root], check=True)
         (root / "etc/resolv.conf").write_bytes(Path("/etc/resolv.conf").read_bytes())
-        subprocess.run(["chroot", root, "apt-get", "install", "-y", "-q", "--no-install-recommends", *PACKAGES], check=True,
-                       env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"})
+        subprocess.run(["chroot", root, "apt-get", "install", "-y", "-q", "--no-install-recommends", *PACKAGES],
+                       check=True, env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"})
         archive = Path(folder) / "root.tar"
         subprocess.run(["tar", "-C", root, "--exclude=./proc/*", "--exclude=./sys/*", "-cf", archive, "."], check=True)
         client.api.import_image(str(archive), repository=TOOLCHAINS.split(":")[0], tag=TOOLCHAINS.split(":")[1])
@@ -105,9 +105,10 @@ def make(client, real: Real, mirrors: Path) -> Task:
             "PATH=/usr/local/bin:/usr/bin:/bin", "HOME=/root", "NODE_PATH=/usr/share/nodejs", "GOFLAGS=-mod=mod"]})
     finally:
         container.remove(force=True)
-    return Task(f"{real.repo.replace('/', '__')}-{commit[:7]}", real.repo, base, git(mirror, "log", "-1", "--format=%B", commit).decode(),
-                patch.decode(), test_patch.decode(), ("?",), (), {"test_cmd": real.test_cmd, "log_parser": real.log_parser},
-                ":".join(tag))
+    return Task(f"{real.repo.replace('/', '__')}-{commit[:7]}", real.repo, base,
+                git(mirror, "log", "-1", "--format=%B", commit).decode(), patch.decode(), test_patch.decode(),
+                ("?",), (),
+                {"test_cmd": real.test_cmd, "log_parser": real.log_parser}, ":".join(tag))
 
 
 def _by_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:
@@ -139,7 +140,8 @@ def main(mirrors: str, output: str) -> None:
         with open(output, "x", encoding="utf-8") as out:
             for real in REAL:
                 task = with_names(make(client, real, Path(mirrors)), open_box, 300)
-                print(f"{task.instance_id}: {len(task.fail_to_pass)} to mend, {len(task.pass_to_pass)} to keep", flush=True)
+                mend, keep = len(task.fail_to_pass), len(task.pass_to_pass)
+                print(f"{task.instance_id}: {mend} to mend, {keep} to keep", flush=True)
                 out.write(json.dumps(task.to_row()) + "\n")
     finally:
         open_box.close()

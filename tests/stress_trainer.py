@@ -52,7 +52,8 @@ class Script:
         turn = self.turns[session] = self.turns.get(session, -1) + 1
         right = "a + b" if expected(int(session)) else "a * b"
         calls = [ToolCall("bash", {"command": "setsid sleep 300 & (sleep 301 &) ; sleep 0.3; cat src/words.py"}),
-                 ToolCall("edit", {"file_path": "src/words.py", "old_string": "return a - b", "new_string": f"return {right}"}),
+                 ToolCall("edit", {"file_path": "src/words.py", "old_string": "return a - b",
+                                   "new_string": f"return {right}"}),
                  ToolCall("bash", {"command": "sleep 0.2; git status --short"}), ToolCall("submit", {})]
         ids = CHAT.assistant("", [calls[turn]])
         return Completion(ids, (-0.5,) * len(ids), 0, "stop")
@@ -76,7 +77,8 @@ def main(folder: Path, image: str, number: int) -> None:
             print(open_box.label, flush=True)
             try:
                 open_box.sweep()
-                pool = Attempts(Script(), CHAT, open_box, limits, Sampling(1.0, 1.0, 400, CHAT.stop_ids), 6, 3, retries=4)
+                sampling = Sampling(1.0, 1.0, 400, CHAT.stop_ids)
+                pool = Attempts(Script(), CHAT, open_box, limits, sampling, 6, 3, retries=4)
                 pool.run([Attempt(str(i), replace(TASK, instance_id=f"t{i}"), i) for i in range(number)
                           if str(i) not in done], on_done=judged)
             except Broke as problem:  # the engine is down just now

@@ -43,7 +43,8 @@ def test_a_test_that_passes_now_and_then_makes_a_task_unstable(monkeypatch):
 
     def verify(task, patch, open_box, seconds):
         verdict = real(task, patch, open_box, seconds)
-        return verdict if next(runs) else replace(verdict, resolved=False, reason="1 test did not pass", failed_p2p=(KEEP,))
+        bad = replace(verdict, resolved=False, reason="1 test did not pass", failed_p2p=(KEEP,))
+        return verdict if next(runs) else bad
 
     monkeypatch.setattr(check_tasks, "verify", verify)
     checked = check(TASK, times=4)
@@ -90,13 +91,14 @@ def test_the_machines_failure_and_a_task_that_cannot_be_opened_are_told_apart():
 
 def test_a_check_goes_on_where_it_was_interrupted_and_checks_what_changed_anew(tmp_path):
     tasks = [replace(TASK, instance_id=f"t{i}") for i in range(4)]
-    report, opened, lock = tmp_path / "r.jsonl", [], threading.Lock()
+    report, opened, lock, killed = tmp_path / "r.jsonl", [], threading.Lock(), []
 
     @contextmanager
     def counted(task):
         with lock:
             opened.append(task.instance_id)
-            if task.instance_id == "t2" and opened.count("t2") == 1:
+            if task.instance_id == "t2" and not killed:
+                killed.append(True)
                 raise KeyboardInterrupt
         with open_local(task) as box:
             yield box

@@ -69,13 +69,13 @@ def test_a_folder_that_was_removed_is_said_and_the_root_used(tools):
 
 def test_every_hard_command_is_handled(tools):
     assert say(tools, "bash", command="cat; read x; echo end").output == "end"  # waits for input
-    flood = say(tools, "bash", command="yes", timeout="700")
-    assert "timed out after 0.7 s" in flood.output and "bytes left out" in flood.output and len(flood.output) < 17000
+    flood = say(tools, "bash", command="yes", timeout="3000")
+    assert "timed out after 3 s" in flood.output and "bytes left out" in flood.output and len(flood.output) < 17000
     assert say(tools, "bash", command=r"printf '\377\376ok\200'").output == "\ufffd\ufffdok\ufffd"
     server = say(tools, "bash", command="nohup python3 -m http.server 8123 >/dev/null 2>&1 & sleep 0.5; echo started")
     assert server.output.startswith("started") and server.exit_code == 0
-    tree = say(tools, "bash", command="for i in 1 2 3; do (setsid sh -c 'sleep 77 & sleep 78' &) ; done; (sleep 79 &) & sleep 80",
-               timeout="700")
+    forks = "for i in 1 2 3; do (setsid sh -c 'sleep 77 & sleep 78' &) ; done; (sleep 79 &) & sleep 80"
+    tree = say(tools, "bash", command=forks, timeout="700")
     assert tree.exit_code == 137 and "timed out" in tree.output
     if hasattr(tools.box, "container"):
         assert "processes left in the background were ended" in server.output
@@ -87,7 +87,8 @@ def test_every_hard_command_is_handled(tools):
 def test_read_numbers_lines_and_says_what_it_leaves_out(tools):
     tools.box.write("long", b"".join(b"line %d\n" % i for i in range(1, 2502)))
     text = say(tools, "read", file_path="long").output
-    assert text.startswith("     1→line 1\n") and text.endswith("\n  2000→line 2000\n(501 more lines; read on with offset 2001)")
+    assert text.startswith("     1→line 1\n")
+    assert text.endswith("\n  2000→line 2000\n(501 more lines; read on with offset 2001)")
     assert say(tools, "read", file_path="long", offset="2500", limit="9").output == "  2500→line 2500\n  2501→line 2501"
     assert say(tools, "read", file_path="long", offset="9999").is_error
     tools.box.write("big", b"x" * 300_000)
@@ -101,26 +102,29 @@ def test_read_numbers_lines_and_says_what_it_leaves_out(tools):
 def test_edits_are_exact_or_explained(tools):
     path = f"{tools.box.root}/src/a.py"
     assert say(tools, "edit", file_path="src/a.py", old_string="return 1", new_string="return 2").output == (
-        "Found 2 matches of the string to replace, but replace_all is false. To replace all occurrences, set replace_all to "
-        "true. To replace only one occurrence, please provide more context to uniquely identify the instance.\n"
-        "String: return 1")
+        "Found 2 matches of the string to replace, but replace_all is false. To replace all occurrences, set "
+        "replace_all to true. To replace only one occurrence, please provide more context to uniquely "
+        "identify the instance.\nString: return 1")
     done = say(tools, "edit", file_path=path, old_string="return 1", new_string="return 2", replace_all="true")
-    assert done.output == f"The file {path} has been updated. All occurrences of 'return 1' were successfully replaced with 'return 2'."
+    assert done.output == (f"The file {path} has been updated. All occurrences of 'return 1' were successfully "
+                           "replaced with 'return 2'.")
     assert say(tools, "edit", file_path=path, old_string="nope", new_string="x").output == \
         "String to replace not found in file.\nString: nope"
     assert "exactly the same" in say(tools, "edit", file_path=path, old_string="foo", new_string="foo").output
     assert say(tools, "edit", file_path="new/x.py", old_string="", new_string="a = 1\n").output == \
         f"File created successfully at: {tools.box.root}/new/x.py"
-    assert say(tools, "edit", file_path="gone.py", old_string="a", new_string="b").output.startswith("File does not exist")
+    assert "File does not exist" in say(tools, "edit", file_path="gone.py", old_string="a", new_string="b").output
     edits = [{"old_string": "foo", "new_string": "fuzz"}, {"old_string": "fuzz()", "new_string": "fizz()"}]
     assert say(tools, "multi_edit", file_path=path, edits=json.dumps(edits)).output == (
         f'Applied 2 edits to {path}:\n1. Replaced "foo" with "fuzz"\n2. Replaced "fuzz()" with "fizz()"')
     assert b"def fizz():" in tools.box.read("src/a.py")
     before = tools.box.read("src/a.py")
-    bad = say(tools, "multi_edit", file_path=path, edits=json.dumps([edits[0], {"old_string": "import os", "new_string": "x"}]))
+    edits[1] = {"old_string": "import os", "new_string": "x"}
+    bad = say(tools, "multi_edit", file_path=path, edits=json.dumps(edits))
     assert "(edit 1 of 2; no edit was made)" in bad.output and tools.box.read("src/a.py") == before
     assert say(tools, "write", file_path="w/y", content="caf\u00e9").output.startswith("File created successfully at: ")
-    assert tools.box.read("w/y") == "caf\u00e9".encode() and say(tools, "write", file_path="w/y", content="").output == \
+    assert tools.box.read("w/y") == "caf\u00e9".encode()
+    assert say(tools, "write", file_path="w/y", content="").output == \
         f"The file {tools.box.root}/w/y has been updated."
 
 
@@ -130,8 +134,8 @@ def test_wrong_arguments_are_named(tools):
     assert say(tools, "read", path="x", file_path="y").output.endswith("An unexpected parameter `path` was provided")
     assert say(tools, "read", file_path="x", offset="two").output.endswith(
         "The parameter `offset` type is expected as `number` but provided as `string`")
-    assert say(tools, "grep", pattern="x", output_mode="all").output.endswith("one of content, files_with_matches, count")
-    assert say(tools, "multi_edit", file_path="src/a.py", edits="[{}]").output.endswith("`edits[0].old_string` is missing")
+    assert "one of content, files_with_matches, count" in say(tools, "grep", pattern="x", output_mode="all").output
+    assert "`edits[0].old_string` is missing" in say(tools, "multi_edit", file_path="src/a.py", edits="[{}]").output
     assert "No such tool available: Bash" in say(tools, "Bash", command="x").output
     assert say(tools, "submit").ends
 
@@ -141,12 +145,14 @@ def test_grep_shows_files_lines_or_counts_and_leaves_out_what_git_ignores(tools)
     assert say(tools, "grep", pattern="foo").output == "Found 3 files\nREADME.md\ndeep/er/x.ts\nsrc/a.py"
     assert say(tools, "grep", pattern="^let", path="deep", output_mode="content", minus_n="true").output == \
         "deep/er/x.ts:1:let foo = 1\ndeep/er/x.ts:2:let bar = 2\ndeep/er/x.ts:3:let foo2 = 3"
-    assert say(tools, "grep", pattern="BAR", output_mode="content", minus_i="true", type="ts").output == "deep/er/x.ts:let bar = 2"
+    assert say(tools, "grep", pattern="BAR", output_mode="content", minus_i="true", type="ts").output == \
+        "deep/er/x.ts:let bar = 2"
     assert say(tools, "grep", pattern="return", output_mode="count").output == "src/a.py:2"
     assert say(tools, "grep", pattern="foo", path="src/a.py", output_mode="content").output == "src/a.py:def foo():"
     assert say(tools, "grep", pattern="let bar", output_mode="content", minus_C="1", minus_n="true").output == \
         "deep/er/x.ts-1-let foo = 1\ndeep/er/x.ts:2:let bar = 2\ndeep/er/x.ts-3-let foo2 = 3"
-    assert say(tools, "grep", pattern="foo", head_limit="1").output.startswith("Found 3 files\nREADME.md\n(showing 1 of 3")
+    assert say(tools, "grep", pattern="foo", head_limit="1").output.startswith(
+        "Found 3 files\nREADME.md\n(showing 1 of 3")
     assert say(tools, "grep", pattern="nowhere").output == "No files found"
     say(tools, "bash", command="cd deep")
     assert say(tools, "grep", pattern="package", path="../src", output_mode="content").output == "../src/b.go:package b"

@@ -239,7 +239,8 @@ def test_memory_at_the_boxes_limit_is_the_agents_and_said_and_the_machines_is_no
 def test_what_a_box_writes_is_limited_without_a_quota_too(tag, tmp_path):
     limits = Limits(disk_mib=40, file_mib=16)
     with DockerSandbox(tag, limits, run_label(tmp_path), CLIENT) as box:
-        ran = box.run("i=0; while :; do i=$((i+1)); dd if=/dev/zero of=f$i bs=1M count=8 2>/dev/null || exit; sleep 0.1; done", 60)
+        writes = "i=0; while i=$((i+1)); dd if=/dev/zero of=f$i bs=1M count=8 2>/dev/null; do sleep 0.1; done; exit 1"
+        ran = box.run(writes, 60)
         assert ran.code != 0 and not ran.timed_out
         if not box.host.quota:
             assert "[killed: more than 40 MiB written to the disk]" in ran.output
@@ -310,9 +311,10 @@ def test_an_engine_is_reached_through_ssh_and_the_tunnel_ends_with_the_host(tag,
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / name)], check=True)
     shutil.copy(tmp_path / "user.pub", tmp_path / "authorized")
     os.makedirs("/run/sshd", exist_ok=True)
-    server = subprocess.Popen(["/usr/sbin/sshd", "-D", "-p", "22622", "-o", "ListenAddress=127.0.0.1", "-f", "/dev/null",
-                               "-o", f"HostKey={tmp_path}/host", "-o", f"AuthorizedKeysFile={tmp_path}/authorized",
-                               "-o", "StrictModes=no", "-o", f"PidFile={tmp_path}/pid"], stderr=subprocess.DEVNULL)
+    server = subprocess.Popen(["/usr/sbin/sshd", "-D", "-p", "22622", "-o", "ListenAddress=127.0.0.1", "-f",
+                               "/dev/null", "-o", f"HostKey={tmp_path}/host", "-o", "StrictModes=no", "-o",
+                               f"AuthorizedKeysFile={tmp_path}/authorized", "-o", f"PidFile={tmp_path}/pid"],
+                              stderr=subprocess.DEVNULL)
     wrapper = tmp_path / "bin" / "ssh"
     wrapper.parent.mkdir()
     wrapper.write_text(f"#!/bin/sh\nexec /usr/bin/ssh -F /dev/null -i {tmp_path}/user -o StrictHostKeyChecking=no "

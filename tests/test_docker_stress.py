@@ -46,7 +46,8 @@ class Engine:
                 self.client.ping()
                 return
             except Exception:
-                assert time.monotonic() < deadline and self.process.poll() is None, (self.folder / "log").read_text()[-2000:]
+                alive = time.monotonic() < deadline and self.process.poll() is None
+                assert alive, (self.folder / "log").read_text()[-2000:]
                 time.sleep(0.3)
 
     def kill(self) -> None:
@@ -71,8 +72,8 @@ def engine(tmp_path_factory):
 
 def trainer(folder, tag, url):
     return subprocess.Popen([sys.executable, str(HERE / "stress_trainer.py"), str(folder), tag, str(ATTEMPTS)],
-                            stdout=open(folder / "out", "ab"), stderr=open(folder / "err", "ab"), start_new_session=True,
-                            env={**os.environ, "DOCKER_HOST": url, "OMP_NUM_THREADS": "1"})
+                            stdout=open(folder / "out", "ab"), stderr=open(folder / "err", "ab"),
+                            start_new_session=True, env={**os.environ, "DOCKER_HOST": url, "OMP_NUM_THREADS": "1"})
 
 
 def kill_a_command(engine, rng) -> None:
@@ -130,7 +131,8 @@ def test_two_hundred_attempts_under_random_kills(engine, tmp_path):
     wrong = [line for line in judged if line["resolved"] != expected(int(line["id"]))]
     assert wrong == []
     assert {line["trouble"] for line in lines} <= {None, "infra_sandbox", "infra_verifier"}
-    print(f"\n{len(judged)} of {ATTEMPTS} judged, {len(lines) - len(judged)} infrastructure, kills {kills}, {trainers} trainers")
+    print(f"\n{len(judged)} of {ATTEMPTS} judged, {len(lines) - len(judged)} infrastructure, kills {kills}, "
+          f"{trainers} trainers")
     assert len(judged) > ATTEMPTS // 2 and trainers == 3
     deadline = time.monotonic() + 60  # the reapers of the killed trainers
     while (left := engine.client.containers.list(all=True)) and time.monotonic() < deadline:

@@ -61,8 +61,9 @@ def test_a_prepared_repository_has_one_commit_and_no_way_to_the_fix(box, task):
     fix = box.trusted("cat /fix")[1].decode().strip()
     for look in ("git log --all --oneline | wc -l", "git rev-list --all --reflog | wc -l"):
         assert box.run(look).output.strip() == "1", look
-    for look in ("git tag", "git stash list", "git reflog", "git branch -r", "git remote", "git fsck --unreachable --no-reflogs",
-                 "git fsck --lost-found", f"git cat-file -t {fix} 2>/dev/null", "ls /home", "ls .git | grep _HEAD",
+    for look in ("git tag", "git stash list", "git reflog", "git branch -r", "git remote",
+                 "git fsck --unreachable --no-reflogs", "git fsck --lost-found",
+                 f"git cat-file -t {fix} 2>/dev/null", "ls /home", "ls .git | grep _HEAD",
                  "grep -r FIXED-SECRET . /home 2>/dev/null", "git status --porcelain"):
         assert box.run(look).output == "", look
     assert box.run("git log -1 --format=%cI").output.startswith("2023-11-14T")
@@ -120,7 +121,7 @@ def test_the_opener_refuses_the_task(tag, task):
     try:
         with open_box(task) as box:
             assert box.run("git log --oneline | wc -l").output.strip() == "1"
-        leaky = derived(CLIENT, "clone", f"mkdir -p /home; {SCRIPT}\ncp -a /repo /opt/upstream")
+        leaky = derived(CLIENT, "clone", f"mkdir -p /home; {SCRIPT}\nmkdir -p /opt; cp -a /repo /opt/upstream")
         with pytest.raises(Unusable, match="/opt/upstream/.git knows the upstream commit"):
             open_box(replace(task, image_name=leaky, base_commit=_base_of(leaky)))
         assert not [c for c in CLIENT.containers.list(all=True) if c.labels.get("oprd.run") == LABEL]
