@@ -49,8 +49,8 @@ class Attempt:
 @dataclass(frozen=True)
 class Outcome:
     """How an attempt went. `trouble` is None when it was judged: then trajectory and verdict are there. Else it names
-    why it was not (`infra_sandbox`, `infra_engine`, `infra_verifier`: the machine failed; `invalid_verdict`: the grading
-    cannot be trusted; `replay_diverged`: its prefix led elsewhere; `unusable_task`: its image does not exist or shows
+    why it was not (`infra_sandbox`, `infra_engine`, `infra_verifier`: the machine failed; `invalid_verdict`: the
+    grading cannot be trusted; `replay_diverged`: its prefix led elsewhere; `unusable_task`: its image does not exist or shows
     the solution), and the attempt must not train; `why` is the last failure's own words. given, dropped, probes: see
     agent.Talk. mode: how the agent was reminded while it ran (free, passive, active)."""
 

@@ -17,10 +17,10 @@ from oprd.rollout.match_rules import match_lines
 from oprd.rollout.records import read_records
 from oprd.rollout.rft import rates, table
 from oprd.rollout.rubric import load_rubric
+from oprd.rollout.tasks import read_tasks
 from oprd.sandbox.box import Broke
 from oprd.sandbox.check_tasks import Checked, check_all
 from oprd.sandbox.logs import PASSED, check_parser, opinion, parse_log
-from oprd.sandbox.task import read_tasks
 
 
 def match_rules(config: Config, options) -> None:
@@ -70,13 +70,13 @@ def check_tasks(config: Config, options, progress) -> None:
     """Write the tasks that grade their own patch 1 and no patch 0, always; name the others, with the reason, here and
     in OUTPUT.checked.jsonl, from which --resume goes on. `progress`: makes a progress bar of a number of tasks."""
     if not options.input or not options.output:
-        raise ValueError("--stage check-tasks needs --input TASKS.jsonl and --output FILTERED.jsonl")
+        raise ValueError("--stage check-tasks needs --input TASKS and --output FILTERED.jsonl")
     report = Path(f"{options.output}.checked.jsonl")
     if not options.resume:
         check_free(options.output)
         if report.exists():
             raise ValueError(f"{report} exists; add --resume to go on with it, or name another --output")
-    tasks, s = read_tasks(options.input), config.sandbox
+    tasks, s = read_tasks(options.input, config.data), config.sandbox
     where = json.dumps(s.model_dump(include={"kind", "image", "memory_mib", "file_mib", "processes", "cpus", "disk_mib",
                                              "network", "environment"}))
     open_box, bar, states = box_opener(config), progress(len(tasks), name="check-tasks"), Counter()
