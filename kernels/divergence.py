@@ -28,11 +28,14 @@ TAIL = 1e-7  # probability outside S below which float32 normalisers know nothin
 
 
 class Divergence(NamedTuple):
-    """value [c]; sparse [c, k]: gradient of the logits on S; dense [c] or None: the factor of the whole softmax."""
+    """value [c]; sparse [c, k]: gradient of the logits on S; dense [c] or None: the factor of the whole softmax; the
+    probability [c] that p and q have on S."""
 
     value: Tensor
     sparse: Tensor
     dense: Tensor | None
+    mass: Tensor
+    mass_t: Tensor
 
 
 def on_support(z: Tensor, zt: Tensor, norm: Tensor, norm_t: Tensor, temperature: float, direction: str,
@@ -40,18 +43,22 @@ def on_support(z: Tensor, zt: Tensor, norm: Tensor, norm_t: Tensor, temperature:
     """From logits on S, float64 [c, k], and the normalisers L, L_t, float64 [c]; the gradient is of T^2 F."""
     T = temperature
     if support == "topk":
-        log_p, log_q = ((x / T).log_softmax(-1) for x in (z, zt))
-        value, pe = _pieces(log_p, log_q, direction)
-        E = pe.sum(-1, keepdim=True)
-        return Divergence(T**2 * value, T * (pe - log_p.exp() * E), None)
+        z, zt = z / T, zt / T
+        log_p, log_q = z.log_softmax(-1), zt.log_softmax(-1)
+        p, q = log_p.exp(), log_q.exp() if direction == "forward" else None
+        value, pe = _pieces(log_p, log_q, p, q)
+        # the largest logit minus the largest log-probability is the normaliser over S
+        masses = ((x.amax(-1) - y.amax(-1) - n / T).exp() for x, y, n in ((z, log_p, norm), (zt, log_q, norm_t)))
+        return Divergence(T**2 * value, p.mul_(pe.sum(-1, keepdim=True)).neg_().add_(pe).mul_(T), None, *masses)
     log_p, log_q = (z - norm[:, None]) / T, (zt - norm_t[:, None]) / T
-    value, pe = _pieces(log_p, log_q, direction)
     p, q = log_p.exp(), log_q.exp()
+    value, pe = _pieces(log_p, log_q, p, q if direction == "forward" else None)
+    masses = p.sum(-1), q.sum(-1)
     if support == "generalised":
         value = value + (q - p).sum(-1) if direction == "reverse" else value + (p - q).sum(-1)
         pe = pe - p if direction == "reverse" else pe + p
-        return Divergence(T**2 * value, T * pe, -T * pe.sum(-1))
-    rest, rest_t = (1 - x.sum(-1) for x in (p, q))
+        return Divergence(T**2 * value, T * pe, -T * pe.sum(-1), *masses)
+    rest, rest_t = (1 - mass for mass in masses)
     out, out_t = rest.clamp(min=TAIL), rest_t.clamp(min=TAIL)
     alive = (rest > TAIL).to(p.dtype)
     if direction == "reverse":
@@ -59,17 +66,15 @@ def on_support(z: Tensor, zt: Tensor, norm: Tensor, norm_t: Tensor, temperature:
     else:
         value, e = value + out_t * (out_t / out).log(), -alive * out_t / out
     E = pe.sum(-1) + rest * e
-    return Divergence(T**2 * value, T * (pe - p * e[:, None]), T * (e - E))
+    return Divergence(T**2 * value, T * (pe - p * e[:, None]), T * (e - E), *masses)
 
 
-def _pieces(log_p: Tensor, log_q: Tensor, direction: str) -> tuple[Tensor, Tensor]:
-    """sum a log(a/b) [c], and p_i times its derivative for p_i [c, k]."""
+def _pieces(log_p: Tensor, log_q: Tensor, p: Tensor, q: Tensor | None) -> tuple[Tensor, Tensor]:
+    """sum p log(p/q), or with q sum q log(q/p), [c]; and p_i times its derivative for p_i [c, k]."""
     gap = log_p - log_q
-    if direction == "reverse":
-        p = log_p.exp()
+    if q is None:
         terms = torch.where(p > 0, p * gap, 0.0)
         return terms.sum(-1), terms + p
-    q = log_q.exp()
     return -torch.where(q > 0, q * gap, 0.0).sum(-1), -q
 
 

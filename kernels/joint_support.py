@@ -44,7 +44,7 @@ class Found(NamedTuple):
 
 
 class Support(NamedTuple):
-    """The chosen entries, best first: ids int64 [c, k], logits of both models in float64; overlap [c]: how many
+    """The chosen entries, in no order: ids int64 [c, k], logits of both models in float64; overlap [c]: how many
     entries the two models' own k best share, over k."""
 
     ids: Tensor
@@ -101,18 +101,22 @@ class Running:
             count = min(count, int(above.sum(-1).max()))
         if count == 0:
             return
-        at = first_k(groups, count) * GROUP
-        column = (at[:, :, None] + torch.arange(GROUP, device=z.device)).flatten(1)
-        values = torch.cat([own, z.gather(1, column)], 1)
-        ids = torch.cat([ids, column + start], 1)
-        keep = first_k(values, min(self.k, values.shape[1]), ids)
+        before, column = own.shape[1], None
+        if count < groups.shape[1]:
+            at = first_k(groups, count) * GROUP
+            column = (at[:, :, None] + torch.arange(GROUP, device=z.device)).flatten(1)
+            values, ids_here = z.gather(1, column), column + start
+        else:
+            values, ids_here = z, torch.arange(start, start + z.shape[1], device=z.device).expand(z.shape)
+        if before:
+            values, ids_here = torch.cat([own, values], 1), torch.cat([ids, ids_here], 1)
+        keep = first_k(values, min(self.k, values.shape[1]), ids_here)
         # the partners of new entries are looked up where they are, those of the old ones where they were
-        old = keep < own.shape[1]
-        fresh = (keep - own.shape[1]).clamp_(min=0)
-        found = other.gather(1, column.gather(1, fresh))
-        if own.shape[1]:
-            found = torch.where(old, partner.gather(1, keep.clamp(max=own.shape[1] - 1)), found)
-        self.best = Best(ids.gather(1, keep), values.gather(1, keep), found)
+        fresh = (keep - before).clamp_(min=0) if before else keep
+        found = other.gather(1, fresh if column is None else column.gather(1, fresh))
+        if before:
+            found = torch.where(keep < before, partner.gather(1, keep.clamp(max=before - 1)), found)
+        self.best = Best(ids_here.gather(1, keep), values.gather(1, keep), found)
 
 
 def scan(h: Tensor, W: Tensor, ht: Tensor, Wt: Tensor, k: int, temperature: float, dtype: torch.dtype,
@@ -161,14 +165,14 @@ def difference(z: Tensor, zt: Tensor) -> Tensor:
 def join(best: Best, best_t: Best, shift: Tensor, k: int) -> Support:
     """The joint support from the candidates of both; shift: float64 [c], L - L_t. Candidates may be more than k a
     model (of several parts of the vocabulary), but each of a model's only once."""
-    ids, order = torch.cat([best.ids, best_t.ids], 1).sort(dim=1, stable=True)
-    z, zt = (torch.cat(pair, 1).gather(1, order).double()
-             for pair in ((best.own, best_t.other), (best.other, best_t.own)))
-    again = torch.zeros_like(ids, dtype=torch.bool)
-    again[:, 1:] = ids[:, 1:] == ids[:, :-1]
+    ids = torch.cat([best.ids, best_t.ids], 1)
+    z, zt = (torch.cat(pair, 1).double() for pair in ((best.own, best_t.other), (best.other, best_t.own)))
+    known = best.ids.sort(dim=1).values
+    at = torch.searchsorted(known, best_t.ids.contiguous()).clamp_(max=known.shape[1] - 1)
+    again = known.gather(1, at) == best_t.ids  # the student has it too, and its copy counts
     key = torch.maximum(z, zt + shift[:, None]).clamp_(min=torch.finfo(z.dtype).min)
-    key.masked_fill_(again, float("-inf"))
-    chosen = key.sort(dim=1, descending=True, stable=True).indices[:, :k]
+    key[:, known.shape[1] :].masked_fill_(again, float("-inf"))
+    chosen = first_k(key, k, ids)
     return Support(ids.gather(1, chosen), z.gather(1, chosen), zt.gather(1, chosen), again.sum(1) / k)
 
 

@@ -187,16 +187,15 @@ def _decide(h: Tensor, W: Tensor, ht: Tensor, Wt: Tensor, part: slice, dtype: to
         seen = send_to_owners(seen, task.k, task.temperature, task.exchange)
     S = join(seen.best, seen.best_t, seen.norm - seen.norm_t, task.k)
     T, shift = task.temperature, (seen.norm - seen.norm_t) / task.temperature
-    mass, mass_t = (((x - n[:, None]) / T).exp().sum(-1) for x, n in ((S.z, seen.norm), (S.zt, seen.norm_t)))
     if task.support == "full":
         kl = seen.moment / T - shift if task.direction == "reverse" else shift - seen.moment_t / T
         factor, ids, grads = kl, S.ids[:, :0], S.z[:, :0]
-        loss, mass, mass_t = T**2 * kl, torch.ones_like(mass), torch.ones_like(mass)
+        loss, mass, mass_t = T**2 * kl, torch.ones_like(kl), torch.ones_like(kl)
     else:
-        loss, grads, factor = on_support(S.z, S.zt, seen.norm, seen.norm_t, T, task.direction, task.support)
+        loss, grads, factor, mass, mass_t = on_support(S.z, S.zt, seen.norm, seen.norm_t, T, task.direction, task.support)
         factor, ids = torch.zeros_like(loss) if factor is None else factor, S.ids
         # an entry without a gradient reads and writes the best one's row: its own may hold -inf
-        ids = torch.where(grads == 0, ids[:, :1], ids)
+        ids = torch.where(grads == 0, ids.gather(1, S.z.argmax(1, keepdim=True)), ids)
     numbers = torch.stack([loss, mass, mass_t, S.overlap.to(loss), factor, seen.norm, seen.norm_t,
                            torch.zeros_like(loss)], 1)
     ids, grads = ids.int(), grads.to(dtype)
