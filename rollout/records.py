@@ -15,6 +15,8 @@ measured, and "read" is what it read instead, under a control. `dropped` are can
 
 from __future__ import annotations
 
+import gzip
+import json
 from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any, Iterator, Mapping, Sequence
@@ -59,6 +61,19 @@ class Keeper:
         pairs = list(zip(outcomes, lessons or [None] * len(outcomes), strict=True))
         pairs.sort(key=lambda pair: pair[0].attempt.id)
         write_jsonl(path, [record(outcome, self.chat, lesson, self.what == "ids") for outcome, lesson in pairs])
+        write_verdicts(path.parent / "verdicts" / f"{path.name}.gz", [outcome for outcome, _ in pairs])
+
+
+def write_verdicts(path: Path, outcomes: Sequence[Outcome]) -> None:
+    """The evidence of every grading, one JSON line each: the Verdict's fields, its whole test log among them, but not
+    its seconds (a resumed run writes the same bytes)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file, gzip.GzipFile(filename="", fileobj=file, mode="wb", mtime=0) as packed:
+        for outcome in outcomes:
+            if outcome.verdict:
+                line = {"id": outcome.attempt.id, "task_id": outcome.attempt.task.instance_id}
+                line |= {name: value for name, value in asdict(outcome.verdict).items() if name != "seconds"}
+                packed.write(json.dumps(line, ensure_ascii=True).encode() + b"\n")
 
 
 def reminder_free(row: Mapping[str, Any]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import posixpath
 import re
 from dataclasses import dataclass
-from typing import Mapping
+from typing import Iterator, Mapping
 
 _HUNK = re.compile(rb"@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@")
 _ESCAPES = {b"a": 7, b"b": 8, b"t": 9, b"n": 10, b"v": 11, b"f": 12, b"r": 13, b'"': 34, b"\\": 92}
@@ -14,12 +14,13 @@ _ESCAPES = {b"a": 7, b"b": 8, b"t": 9, b"n": 10, b"v": 11, b"f": 12, b"r": 13, b
 @dataclass(frozen=True)
 class FileChange:
     """One file of a patch. Paths relative to the repository; added, deleted: the file's own fate; link: the target
-    of a symbolic link that the patch makes, else None."""
+    of a symbolic link that the patch makes, else None; submodule: a link to another repository's commit."""
 
     path: str
     added: bool = False
     deleted: bool = False
     link: str | None = None
+    submodule: bool = False
 
 
 def file_changes(patch: bytes) -> list[FileChange]:
@@ -44,12 +45,15 @@ def file_changes(patch: bytes) -> list[FileChange]:
 def _one_file(lines: list[bytes], at: int) -> tuple[list[FileChange], int]:
     header, mode, old, new, body = lines[at], b"", None, None, []
     at += 1
-    renamed = False
+    renamed = submodule = False
     while at < len(lines) and not lines[at].startswith(b"diff --git "):
         line = lines[at]
         at += 1
         if line.startswith((b"new file mode ", b"deleted file mode ")):
             mode = line
+            submodule = submodule or line.endswith(b" 160000")
+        elif line.startswith((b"index ", b"new mode ", b"old mode ")) and not body:
+            submodule = submodule or line.rstrip(b"\r").endswith(b" 160000")
         elif line.startswith((b"rename from ", b"rename to ", b"copy to ")):
             renamed = True
             name = _unquoted(line.split(b" ", 2)[2])
@@ -64,7 +68,7 @@ def _one_file(lines: list[bytes], at: int) -> tuple[list[FileChange], int]:
         return ([FileChange(old, deleted=True)] if old else []) + [FileChange(new, added=True)], at
     path = new or old or _from_header(header)
     link = b"\n".join(body).decode("utf-8", "replace") if mode == b"new file mode 120000" else None
-    return [FileChange(path, mode.startswith(b"new"), mode.startswith(b"deleted"), link)], at
+    return [FileChange(path, mode.startswith(b"new"), mode.startswith(b"deleted"), link, submodule)], at
 
 
 def _hunk(lines: list[bytes], at: int, old: int, new: int) -> tuple[list[bytes], int]:
@@ -98,6 +102,21 @@ def _unquoted(name: bytes) -> str:
     return name.decode("utf-8", "surrogateescape")
 
 
+def added_lines(patch: bytes) -> Iterator[tuple[str, str]]:
+    """(path, text) of every line that a patch adds."""
+    path, lines, at = "", patch.split(b"\n"), 0
+    while at < len(lines):
+        if lines[at].startswith(b"diff --git "):
+            path = _from_header(lines[at])
+        elif lines[at].startswith(b"+++ "):
+            path = _unquoted(lines[at][4:].rstrip(b"\r").partition(b"\t")[0]).partition("/")[2] or path
+        elif hunk := _HUNK.match(lines[at]):
+            added, at = _hunk(lines, at + 1, *(int(n) if n else 1 for n in hunk.groups()))
+            yield from ((path, line.decode("utf-8", "replace")) for line in added)
+            continue
+        at += 1
+
+
 def added_files(files: Mapping[str, str]) -> str:
     """A git patch that adds files, path -> text."""
     patch = []
@@ -119,6 +138,8 @@ def unsafe(change: FileChange) -> str:
         return f"{change.path!r} is no path inside the repository"
     if any(part.lower() == ".git" for part in parts):
         return f"{change.path} is inside .git"
+    if change.submodule:
+        return f"{change.path} is a submodule: what changed inside it is in no patch of this repository"
     if change.link is not None:
         end = posixpath.normpath(posixpath.join(posixpath.dirname(change.path), change.link))
         if change.link.startswith("/") or end == ".." or end.startswith("../"):

@@ -42,13 +42,14 @@ class Lookup:
 class Results:
     """status: test -> status by the named parser. failed_f2p, failed_p2p: expected tests that did not pass by either
     reading. disputed: expected tests that passed by the named parser and not by the second opinion. doubt: what
-    speaks against the log as a whole, or ""."""
+    speaks against the log as a whole, or "". runner: whose log it is; "" when that cannot be told."""
 
     status: Mapping[str, str]
     failed_f2p: tuple[str, ...]
     failed_p2p: tuple[str, ...]
     disputed: tuple[str, ...]
     doubt: str
+    runner: str
 
     def of(self, test: str) -> str:
         return Lookup(self.status)(test) or "missing"
@@ -68,7 +69,8 @@ def read_results(parser: str, log: str, code: int, command: str, f2p: tuple[str,
     disputed = {test for test in passed if other(canonical_id(parser, test)) != PASSED}
     good = passed - disputed
     return Results(status, tuple(t for t in f2p if t not in good), tuple(t for t in p2p if t not in good),
-                   tuple(t for t in (*f2p, *p2p) if t in disputed), _doubt(status, second, code, command))
+                   tuple(t for t in (*f2p, *p2p) if t in disputed), _doubt(status, second, code, command),
+                   second.runner if second else "")
 
 
 def _between_marks(log: str) -> str:

@@ -26,7 +26,7 @@ from oprd.sandbox.log_lines import PASSED, clean, settled
 from oprd.sandbox.log_python import PRO_MARK, r2e_log
 from oprd.sandbox.patches import added_files
 from oprd.sandbox.task import Task, task_from_row
-from oprd.sandbox.test_commands import from_eval_script, of_repository, pro_command
+from oprd.sandbox.test_commands import CONDA, from_eval_script, of_repository, pro_command
 
 Row = Mapping[str, Any]
 MULTI_SWE = {"go": "multi-swe-go", "golang": "multi-swe-go", "rust": "multi-swe-rust", "java": "multi-swe-maven",
@@ -159,7 +159,8 @@ def _swe_gym(row: Row, options: SetOptions) -> dict[str, Any]:
 def _classic(row: Row, command: str, parser: str, image: str) -> dict[str, Any]:
     return {**_same(row, "instance_id", "repo", "base_commit", "problem_statement", "patch", "test_patch"),
             "FAIL_TO_PASS": _tests(row, "FAIL_TO_PASS"), "PASS_TO_PASS": _tests(row, "PASS_TO_PASS"),
-            "install_config": {"test_cmd": command, "log_parser": parser}, "image_name": image, "workdir": "/testbed",
+            "install_config": {"test_cmd": command, "log_parser": parser, "before": CONDA}, "image_name": image,
+            "workdir": "/testbed",
             "meta": _kept(row, "version", "difficulty", "environment_setup_commit")}
 
 

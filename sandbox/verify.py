@@ -2,33 +2,26 @@
 
 Order: the agent's patch without test files and test infrastructure -> the official test patch -> the test command
 -> its log read (sandbox/results.py): FAIL_TO_PASS and PASS_TO_PASS looked up by exact name, by the task's own parser
-and by a stricter reading; the log held against the runner's own summary and exit status. A verdict that cannot be
-trusted is `valid=False`: it is no reward of 0 and must not train.
+and by a stricter reading; the log held against the runner's own summary and exit status -> a test that must fail
+(sandbox/canary.py). A verdict that cannot be trusted is `valid=False`: it is no reward of 0 and must not train.
 """
 
 from __future__ import annotations
 
-import fnmatch
-import posixpath
-import re
-import shlex
-import sys
 import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Callable, Mapping
 
 from oprd.sandbox.box import Ran, Sandbox
-from oprd.sandbox.patches import FileChange, file_changes, unsafe
+from oprd.sandbox.canary import survives
+from oprd.sandbox.patches import file_changes, unsafe
+from oprd.sandbox.protected import protected, reaches_inside, restore_settings, settings
 from oprd.sandbox.repo import MAX_PATCH, apply_patch
 from oprd.sandbox.results import read_results
 from oprd.sandbox.task import Task
 
 LOG_BYTES = 16 * 2**20  # kept of the test log
-INFRASTRUCTURE = ("conftest.py", "pytest.ini", ".pytest.ini", "sitecustomize.py", "usercustomize.py", "*.pth")
-SETTINGS = ("setup.cfg", "tox.ini", "pyproject.toml")  # only their test sections are infrastructure
-RUNNERS = frozenset(sys.stdlib_module_names) | {"pytest", "_pytest", "pluggy", "iniconfig", "xdist"}
-_TEST_SECTION = re.compile(r"^\[(?:tool:pytest|pytest|tool\.pytest[^\]]*|unittest)\][^\n]*\n(?:(?!\[).*\n)*", re.M)
 
 OpenBox = Callable[[Task], AbstractContextManager[Sandbox]]  # a fresh box at the task's base
 
@@ -103,48 +96,54 @@ def _unplayable(task: Task, patch: bytes) -> Verdict | None:
     bad = next(filter(None, map(unsafe, changes)), "")
     if bad:
         return replace(no, reason=bad, touched=touched)
-    reverted = _protected(task, changes)
+    reverted = protected(task, changes, _command(task))
+    no = replace(no, touched=touched, reverted=reverted)
     if set(reverted) == set(touched):
-        return replace(no, reason="the patch changes only tests and test infrastructure", touched=touched,
-                       reverted=reverted)
+        return replace(no, reason="the patch changes only tests and test infrastructure")
+    if meddling := reaches_inside(task, patch, reverted):
+        return replace(no, reason=f"the patch reaches into the test runner: {meddling}")
     return None
 
 
 def _grade(task: Task, patch: bytes, open_box: OpenBox, seconds: float | None) -> Verdict:
     changes = file_changes(patch)
-    reverted = _protected(task, changes)
+    reverted = protected(task, changes, _command(task))
     verdict = Verdict(False, touched=tuple(c.path for c in changes), patch_empty=not patch, reverted=reverted,
                       failed_f2p=task.fail_to_pass, failed_p2p=task.pass_to_pass)
     with open_box(task) as box:
         if patch:
-            settings = _settings(task, changes, box)
+            before = settings(task, changes, box)
             trouble = apply_patch(box, patch, reverted)
             if trouble:
                 return replace(verdict, reason=f"the patch does not apply: {trouble}")
-            verdict = replace(verdict, patch_applied=True, reverted=reverted + _restore_sections(box, settings))
+            verdict = replace(verdict, patch_applied=True, reverted=reverted + restore_settings(box, before))
         trouble = apply_patch(box, task.test_patch.encode()) if task.test_patch.strip() else ""
         if trouble:
             return replace(verdict, valid=False, reason=f"the test patch does not apply: {trouble}")
         ran = box.run(_command(task), seconds, output_bytes=LOG_BYTES)
-    return _judge(task, verdict, ran)
+        verdict, runner = _judge(task, verdict, ran)
+        source = [path for path in verdict.touched if path not in verdict.reverted]
+        trouble = verdict.resolved and patch and survives(task, source, runner, box)
+    return replace(verdict, resolved=False, reason=trouble) if trouble else verdict
 
 
-def _judge(task: Task, verdict: Verdict, ran: Ran) -> Verdict:
+def _judge(task: Task, verdict: Verdict, ran: Ran) -> tuple[Verdict, str]:
+    """The verdict on a log, and the runner that wrote it."""
     found = read_results(task.install_config.get("log_parser", "pytest"), ran.output, ran.code, _command(task),
                          task.fail_to_pass, task.pass_to_pass)
     f2p, p2p = found.failed_f2p, found.failed_p2p
     verdict = replace(verdict, status=found.status, failed_f2p=f2p, failed_p2p=p2p, disputed=found.disputed,
                       log=ran.output, exit_code=ran.code)
     if ran.timed_out:
-        return replace(verdict, reason="the tests ran into the time limit")
+        return replace(verdict, reason="the tests ran into the time limit"), ""
     if not found.status:
-        return replace(verdict, valid=False, reason=f"no test result in the log (exit status {ran.code})")
+        return replace(verdict, valid=False, reason=f"no test result in the log (exit status {ran.code})"), ""
     if failed := f2p + p2p:
         first = "disputed" if failed[0] in found.disputed else found.of(failed[0])
         what = (f"{len(f2p)} of {len(task.fail_to_pass)} FAIL_TO_PASS and {len(p2p)} of {len(task.pass_to_pass)} "
                 f"PASS_TO_PASS tests did not pass, first {failed[0]}: {first}")
-        return replace(verdict, reason=what)
-    return replace(verdict, resolved=not found.doubt, reason=found.doubt)
+        return replace(verdict, reason=what), found.runner
+    return replace(verdict, resolved=not found.doubt, reason=found.doubt), found.runner
 
 
 def _command(task: Task) -> str:
@@ -152,67 +151,3 @@ def _command(task: Task) -> str:
     if not command:
         raise ValueError(f"{task.instance_id}: install_config.test_cmd is empty; it must hold the test command")
     return command if isinstance(command, str) else " && ".join(command)
-
-
-def _protected(task: Task, changes: list[FileChange]) -> tuple[str, ...]:
-    """The paths of a patch that grading leaves at base: official tests, tests that were there from the start, and
-    what steers the test runner. Whatever the task's own fix changes is source."""
-    official = {c.path for c in file_changes(task.test_patch.encode())}
-    source = {c.path for c in file_changes(task.patch.encode())} - official
-    return tuple(c.path for c in changes if c.path not in source and (
-        any(_overlap(c.path, path) for path in official) or _is_infrastructure(c)
-        or not c.added and _is_test(c.path)))
-
-
-def _overlap(one: str, other: str) -> bool:
-    """The same path, or one would be a folder above the other."""
-    return one == other or one.startswith(other + "/") or other.startswith(one + "/")
-
-
-def _is_infrastructure(change: FileChange) -> bool:
-    name = posixpath.basename(change.path)
-    if any(fnmatch.fnmatchcase(name, pattern) for pattern in INFRASTRUCTURE):
-        return True
-    module = change.path.removesuffix("/__init__.py").removesuffix(".py")
-    return change.added and change.path != module and module in RUNNERS  # would be imported instead of the real one
-
-
-def _is_test(path: str) -> bool:
-    *folders, name = path.split("/")
-    return bool({"test", "tests", "testing"} & set(folders)) or re.fullmatch(r"test_.*\.py|.*_test\.py|tests\.py",
-                                                                              name) is not None
-
-
-def _settings(task: Task, changes: list[FileChange], box: Sandbox) -> dict[str, bytes | None]:
-    """The shared settings files the patch touches (the fix's own excepted), as they are at base; None: not there."""
-    source = {c.path for c in file_changes(task.patch.encode())}
-    found: dict[str, bytes | None] = {}
-    for change in changes:
-        if posixpath.basename(change.path) in SETTINGS and change.path not in source:
-            try:
-                found[change.path] = box.read(change.path)
-            except OSError:
-                found[change.path] = None
-    return found
-
-
-def _restore_sections(box: Sandbox, settings: Mapping[str, bytes | None]) -> tuple[str, ...]:
-    """Put back the settings files whose test sections changed. Their paths."""
-    restored = []
-    for path, before in settings.items():
-        try:
-            after = box.read(path)
-        except OSError:
-            after = b""
-        if _sections(before or b"") == _sections(after):
-            continue
-        if before is None:
-            box.trusted(f"rm -f -- {shlex.quote(path)}")
-        else:
-            box.write(path, before)
-        restored.append(path)
-    return tuple(restored)
-
-
-def _sections(data: bytes) -> list[str]:
-    return _TEST_SECTION.findall(data.decode("utf-8", "replace") + "\n")

@@ -1,5 +1,6 @@
 """Recorded attempts and their annotation: what is written reads back, and errors are counted by class and category."""
 
+import gzip
 import json
 from dataclasses import replace
 
@@ -115,3 +116,15 @@ def test_candidates_that_a_gate_dropped_are_recorded_with_their_reason(tmp_path)
     assert row["dropped"] == [{"category": "c", "turn": 3, "reason": "confidence 0.50 below 0.90", "gate": "confidence"}]
     assert row["teacher"]["dropped"][0]["gate"] == "ineligible" and row["teacher"]["local"][0]["utility"] == 1.5
     assert row["teacher"]["read"] == {"local": [], "global": None, "dropped": [], "read": None}
+
+
+def test_the_evidence_of_a_grading_is_kept_whole(tmp_path):
+    log = "ok\n" * 200_000
+    graded = replace(MANY[0], verdict=replace(MANY[0].verdict, log=log, disputed=("t",), seconds=1.5))
+    for _ in range(2):
+        Keeper("text", CHAT)(tmp_path / "attempts" / "step_00001.jsonl", [graded])
+    with gzip.open(tmp_path / "attempts" / "verdicts" / "step_00001.jsonl.gz") as lines:
+        [line] = map(json.loads, lines)
+    assert line["log"] == log and line["disputed"] == ["t"] and line["id"] == graded.attempt.id
+    assert {"status", "touched", "reverted", "patch_applied", "exit_code", "reason"} <= set(line)
+    assert "seconds" not in line

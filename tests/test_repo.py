@@ -1,13 +1,18 @@
 """The repository an agent sees, and its work as a patch that loses no byte. The oracle is git itself."""
 
+import os
+import random
 import subprocess
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from oprd.sandbox.box import Limits
 from oprd.sandbox.gitstore import one_commit
 from oprd.sandbox.opener import opener
+from oprd.sandbox.patches import file_changes, unsafe
 from oprd.sandbox.repo import apply_patch, extract_patch
 from oprd.sandbox.sweep import run_label
 from sandbox_help import FILES, PATCH, TASK, open_local
@@ -107,6 +112,81 @@ def test_a_nested_repository_is_taken_as_plain_files():
         box.run("mkdir lib; cd lib; git init -q; echo 1 > inner; git add -A; git commit -qm x")
         assert apply_patch(fresh, extract_patch(box)) == ""
         assert fresh.read("lib/inner") == b"1\n"
+
+
+NAMES = ["a.txt", "src/b.py", "src/deep/er/c", "caf\u00e9 \u65e5.md", 'quo"te \\ back', "tab\there", "-dash", " blank ",
+         "x/y z", "#hash", "star*[1]?", "Makefile", "src/new\nline", "d.d/e", ".hidden", "UPPER/x"]
+CONTENTS = [b"", b"one\n", b"no end", b"a\r\nb\r\n", b"\0\xff\x00bin\n" * 3, b"caf\xe9\n", b"\r\r\n\n", b"x" * 5000,
+            b"-- a/x\n++ b/x\n@@ -1 +1 @@\n", b"diff --git a/x b/x\n", b"\xef\xbb\xbfbom\n",
+            b"\\ No newline at end of file\n", b"".join(b"line %d\n" % i for i in range(200))]
+GIT = ["git add -A", "git add -A; git commit -qm x", "git stash -u -q; git stash pop -q", "git checkout -q -b b2",
+       "git gc -q", "git config core.autocrlf true", "printf '* text eol=crlf\\n*.py binary\\n' > .gitattributes",
+       "git rm -q --cached a.txt", "printf '*\\n' > .gitignore", "git mv a.txt moved", "rm -rf .git",
+       "git config core.fileMode false; git config core.quotePath false",
+       "printf '[filter \"f\"]\\nclean = rev\\n' >> .git/config; printf '* filter=f\\n' > .git/info/attributes"]
+
+
+def meddle(root: Path, rng: random.Random) -> None:
+    """One random change of a work tree, made without git."""
+    path = root / rng.choice(NAMES)
+    if rng.random() < 0.3 and path.is_file():
+        path.unlink()
+    elif rng.random() < 0.2 and path.is_file():
+        path.chmod(path.stat().st_mode ^ 0o111)
+    elif rng.random() < 0.15 and path.is_file():
+        path.unlink()
+        path.symlink_to(rng.choice(["a.txt", "nowhere", "src"]))
+    elif rng.random() < 0.15 and path.is_file() and not path.is_symlink():
+        path.unlink()
+        path.mkdir()  # a folder in a file's place
+        (path / "inner").write_bytes(rng.choice(CONTENTS))
+    else:
+        with suppress(OSError):  # a file in a folder's place, a link to nowhere
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(rng.choice(CONTENTS))
+
+
+def whole_tree(box) -> dict[str, object]:
+    """Every file and link but git's own: bytes and whether it can be run, or where it points."""
+    found: dict[str, object] = {}
+    for folder, folders, files in os.walk(box.host_root):
+        folders[:] = [name for name in folders if name != ".git"]
+        for name in [*files, *(name for name in folders if os.path.islink(os.path.join(folder, name)))]:
+            path = Path(folder, name)
+            found[str(path.relative_to(box.host_root))] = (
+                os.readlink(path) if path.is_symlink() else (path.read_bytes(), bool(path.stat().st_mode & 0o100)))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_random_tree_comes_back_whole_whatever_was_done_to_its_git(seed):
+    rng = random.Random(seed)
+    base = {name: rng.choice(CONTENTS).decode("latin-1") for name in rng.sample(NAMES, 8)}
+    task = replace(TASK, files=base)
+    with open_local(task) as box, open_local(task) as fresh:
+        for _ in range(12):
+            meddle(box.host_root, rng)
+        box.run("; ".join(rng.sample(GIT, 3)))
+        for _ in range(3):
+            meddle(box.host_root, rng)
+        patch = extract_patch(box)
+        assert all(not unsafe(change) for change in file_changes(patch))
+        assert apply_patch(fresh, patch) == ""
+        assert whole_tree(fresh) == whole_tree(box)
+        changed = {c.path for c in file_changes(patch)}
+        before = whole_tree(fresh)
+        with open_local(task) as again:
+            start = whole_tree(again)
+        assert changed == {path for path in before.keys() | start.keys() if before.get(path) != start.get(path)}
+
+
+def test_a_submodule_is_flagged():
+    linked = (b"diff --git a/lib b/lib\nindex 1111111..2222222 160000\n--- a/lib\n+++ b/lib\n@@ -1 +1 @@\n"
+              b"-Subproject commit 1\n+Subproject commit 2\n")
+    added = b"diff --git a/lib b/lib\nnew file mode 160000\nindex 0000000..2222222\n"
+    for patch in (linked, added):
+        assert "lib is a submodule" in unsafe(file_changes(patch)[0])
+    assert not unsafe(file_changes(PATCH.encode())[0])
 
 
 def test_a_patch_applies_whole_or_not_at_all():

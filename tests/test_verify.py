@@ -1,12 +1,14 @@
 """Grading: what resolves a task, what only looks like it, and what is no verdict at all."""
 
+import base64
 from dataclasses import replace
+from shutil import which
 
 import pytest
 
 from oprd.sandbox.box import Broke
 from oprd.sandbox.microswe import KINDS, generate
-from oprd.sandbox.patches import FileChange, file_changes, unsafe
+from oprd.sandbox.patches import FileChange, added_files, file_changes, unsafe
 from oprd.sandbox.repo import MAX_PATCH, extract_patch
 from oprd.sandbox.verify import Verdict, gold_check, verify
 from sandbox_help import PATCH, SOURCE, TASK, TEST, open_local, with_files
@@ -147,7 +149,8 @@ FORGED = 'test_add (test_words.Test.test_add) ... ok'
 @pytest.mark.parametrize("source, reason", [
     # the target is gone, a printed line takes its place: more passes claimed than the runner counted
     (f"import sys\nsys.stderr.write('{FORGED}\\n')\nimport unittest\n"
-     "unittest.TestLoader.getTestCaseNames = lambda *a: ['test_keep']\n", "claims 2 passed tests, the runner's"),
+     "setattr(getattr(unittest, 'TestLoader'), 'getTestCaseNames', lambda *a: ['test_keep'])\n",
+     "claims 2 passed tests, the runner's"),
     # everything forged, and the process ends before the runner can speak: there is no summary
     (f"import os, sys\nsys.stderr.write('{FORGED}\\n{FORGED.replace('add', 'keep')}\\n')\nsys.stderr.flush()\n"
      "os._exit(0)\n", "no summary"),
@@ -164,6 +167,67 @@ def test_forged_results_do_not_resolve(source, reason):
         patch = extract_patch(box)
     verdict = verify(TASK, patch, open_local)
     assert not verdict.resolved and reason in verdict.reason, verdict
+
+
+ALL_OK = f"{FORGED}\n{FORGED.replace('add', 'keep')}\n\n{'-' * 70}\nRan 2 tests in 0.001s\n\nOK\n"
+HIDDEN = base64.b64encode(ALL_OK.encode())
+
+
+@pytest.mark.parametrize("source, reason", [
+    # the runner rewritten, openly
+    ("import unittest\nunittest.TestCase.assertEqual = lambda *a, **k: None\n", "reaches into the test runner: src/"),
+    ("from _pytest import runner\n", "reaches into the test runner: src/words.py: from _pytest import runner"),
+    (f"import os, sys\nsys.stderr.write({ALL_OK!r})\nsys.stderr.flush()\nos._exit(0)\n",
+     "reaches into the test runner"),
+    # and in ways that no reading of the patch finds: a test that must fail is run beside it
+    ("import unittest as u\nC = getattr(u, 'TestC' + 'ase')\nsetattr(C, 'assertEqual', lambda *a, **k: None)\n",
+     "did not fail beside this patch"),
+    (f"import base64, os\nos.write(2, base64.b64decode({HIDDEN!r}))\nos._exit(0)\n",
+     "did not fail beside this patch (exit status 0)"),
+])
+def test_a_patch_that_decides_for_the_runner_does_not_resolve(source, reason):
+    with open_local(TASK) as box:
+        box.write("src/words.py", (source + SOURCE).encode())
+        patch = extract_patch(box)
+    verdict = verify(TASK, patch, open_local)
+    assert not verdict.resolved and verdict.valid and reason in verdict.reason, verdict
+
+
+JS_PATCH = """diff --git a/add.js b/add.js
+--- a/add.js
++++ b/add.js
+@@ -1 +1 @@
+-exports.add = (a, b) => a - b
++exports.add = (a, b) => a + b
+"""
+JS_TEST = """const test = require('node:test')
+const assert = require('node:assert')
+const { add } = require('../add.js')
+test('adds', () => assert.strictEqual(add(1, 2), 3))
+"""
+JS_TASK = replace(TASK, files={"add.js": "exports.add = (a, b) => a - b\n", "package.json": '{"name": "add"}\n'},
+                  patch=JS_PATCH, test_patch=added_files({"test/add.test.js": JS_TEST}), fail_to_pass=("adds",),
+                  pass_to_pass=(), install_config={"test_cmd": "node --test --test-reporter=spec test",
+                                                   "log_parser": "parse_log_js_4"})
+
+
+@pytest.mark.skipif(not which("node"), reason="node is not here")
+@pytest.mark.parametrize("work, reason", [
+    ("", None),
+    ("echo '\u2714 adds (1ms)' && false", "is empty"),
+    ("echo \"require('node:assert')['strict' + 'Equal'] = () => {}\" >> add.js", "did not fail beside this patch"),
+    ("echo \"console.log('\u2714 adds (1ms)'); process.exit(0)\" >> add.js", "did not fail beside this patch"),
+    ("mkdir test; echo \"require('node:test')('adds', () => {})\" > test/add.test.js", "only tests"),
+    ("echo \"global.test = () => {}\" >> add.js", "reaches into the test runner"),
+])
+def test_javascript_is_graded_too(work, reason):
+    patch = JS_PATCH.encode()
+    if work:
+        with open_local(JS_TASK) as box:
+            box.run(work)
+            patch = extract_patch(box)
+    verdict = verify(JS_TASK, patch, open_local)
+    assert verdict.resolved if reason is None else not verdict.resolved and reason in verdict.reason, verdict
 
 
 def test_exit_zero_although_an_unexpected_test_failed_is_a_contradiction():
