@@ -15,4 +15,5 @@ fi
 # On a small machine OpenMP's threads fight over the cores: one thread is 20 times faster than the default.
 export PYTHONPATH=$here/cpu SGLANG_USE_CPU_ENGINE=1 SGLANG_CPU_OMP_THREADS_BIND=0 OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES=
 exec "$python" "$here/cpu/boot.py" "${flags[@]}" --device cpu --attention-backend torch_native \
-  --disable-overlap-schedule --mem-fraction-static 0.3 --max-total-tokens "${SGLANG_CPU_TOKENS:-65536}" "$@"
+  --disable-overlap-schedule --mem-fraction-static 0.3 --max-total-tokens "${SGLANG_CPU_TOKENS:-65536}" \
+  --max-running-requests "${SGLANG_CPU_REQUESTS:-64}" "$@"

@@ -60,6 +60,10 @@ class Router:
         with self._changed:
             self._open = False
 
+    @property
+    def is_open(self) -> bool:
+        return self._open
+
     def wait_idle(self, seconds: float) -> bool:
         """Whether every place was given back within `seconds`."""
         with self._changed:

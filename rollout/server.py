@@ -67,6 +67,15 @@ class Server:
         self.sessions = self._exchange("POST", "/end_weight_update", {}, self._call_s).status not in (404, 405)
 
     def alive(self, seconds: float) -> bool:
+        """Whether the server answers at all, paused or not (whatever the status: it answers)."""
+        try:
+            self._exchange("GET", "/model_info", None, seconds)
+            return True
+        except Lost:
+            return False
+
+    def healthy(self, seconds: float) -> bool:
+        """Whether it can serve: /health samples a token, so a paused server is not."""
         try:
             return self._exchange("GET", "/health", None, seconds).status == 200
         except Lost:
@@ -155,7 +164,7 @@ def wait_for(servers: Sequence[Server], seconds: float, gone: Callable[[], str |
     """Wait until all are ready; gone() tells why waiting is vain. `report` hears how many are. Raises Lost."""
     until, waiting = time.monotonic() + seconds, list(servers)
     while waiting:
-        waiting = [s for s in waiting if not s.alive(5.0)]
+        waiting = [s for s in waiting if not s.healthy(30.0)]
         report(len(servers) - len(waiting))
         if waiting and (why := gone()):
             raise Lost(why)

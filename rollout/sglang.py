@@ -228,7 +228,7 @@ class SGLangEngine:
             if now - checked > self._health_s:
                 for server in self._router.servers:
                     label = server.label
-                    well = server.state != SERVING or server.alive(self._health_s)
+                    well = server.state != SERVING or not self._router.is_open or server.healthy(self._health_s)
                     missed[server] = 0 if well else missed[server] + 1
                     if missed[server] >= MISSED:
                         self._drop(server, DEAD, f"{MISSED} health checks in a row went unanswered", label)

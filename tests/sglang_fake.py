@@ -63,7 +63,13 @@ class Fake(ThreadingHTTPServer):
         return None if do is None else do(body)
 
     def do_health(self, body):
-        return 200, {}
+        """As the real one: it samples a token, so a paused server is not healthy."""
+        with self.changed:
+            well = self.changed.wait_for(lambda: not self.paused, 20)
+        return (200 if well else 503), {}
+
+    def do_model_info(self, body):
+        return 200, {"model_path": "fake"}
 
     def do_server_info(self, body):
         return 200, {"tp_size": 1, "dp_size": 1, "pp_size": 1, "dtype": "float32", "max_req_input_len": 4096}
@@ -140,12 +146,13 @@ class Fake(ThreadingHTTPServer):
     # --- tokens
 
     def logprobs(self, prefix):
-        key = tuple(prefix)
         with self.lock:
-            if key not in self.cache:
+            if tuple(prefix) not in self.cache:
                 with torch.inference_mode():
-                    self.cache[key] = self.model.logits(torch.tensor(prefix), torch.tensor([0, len(prefix)]))[-1]
-            return self.cache[key]
+                    logits = self.model.logits(torch.tensor(prefix), torch.tensor([0, len(prefix)]))
+                for end, row in enumerate(logits, start=1):
+                    self.cache.setdefault(tuple(prefix[:end]), row)  # what is there already stays
+            return self.cache[tuple(prefix)]
 
     def generate(self, body):
         """(status, object). Words of the script: `ok`; `abort:n`, `null:n` (finish reason null): ends after n tokens;
@@ -211,6 +218,7 @@ class Fake(ThreadingHTTPServer):
 
     def scored(self, ids):
         rows = [[None, ids[0], None]]
+        self.logprobs(ids)
         for i in range(1, len(ids)):
             rows.append([torch.log_softmax(self.logprobs(ids[:i]), -1)[ids[i]].item(), ids[i], None])
         return {"meta_info": {"input_token_logprobs": rows, "output_token_logprobs": [], "weight_version": self.label}}

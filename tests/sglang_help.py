@@ -70,7 +70,7 @@ class PipePublisher(Publisher):
 
 
 @contextmanager
-def scripted(tmp_path, count=1, way="broadcast", bucket_bytes=2**14, seconds=5.0, sessions=False, token_s=0.0,
+def scripted(tmp_path, count=1, way="broadcast", bucket_bytes=2**14, seconds=30.0, sessions=False, token_s=0.0,
              **settings):
     """(engine, its fakes, the model it serves as version 0)."""
     model = a_model()
@@ -78,7 +78,7 @@ def scripted(tmp_path, count=1, way="broadcast", bucket_bytes=2**14, seconds=5.0
     if not (tmp_path / "model").exists():
         hf.save(model, tmp_path / "model")
     publisher = PipePublisher(tmp_path / "model", "", bucket_bytes, "gloo", seconds)
-    servers = [Server(fake.url, call_s=5.0) for fake in fakes]
+    servers = [Server(fake.url, call_s=30.0) for fake in fakes]
     engine = SGLangEngine(servers, Updater(publisher, tmp_path / "disk", way, seconds), VOCAB, **settings)
     try:
         for server in servers:
@@ -94,9 +94,11 @@ def scripted(tmp_path, count=1, way="broadcast", bucket_bytes=2**14, seconds=5.0
 def real_config(folder, **sglang):
     """Settings under which servers of ours run on this machine's CPU."""
     os.environ["SGLANG_PYTHON"], os.environ["SGLANG_CPU"] = str(Path(ENVIRONMENT) / "bin" / "python"), "1"
-    fields = {"command": "launch/sglang.sh {model} {port} --dtype float32 --max-total-tokens 8192", "bucket_mib": 1,
+    fields = {"command": "launch/sglang.sh {model} {port} --dtype float32 --max-total-tokens 8192 "
+              "--context-length 1024 --max-running-requests 48", "bucket_mib": 1,
               "update_s": 30.0, "ready_s": 900.0, **sglang}
-    return Config.model_validate({"run": {"folder": str(folder)}, "sglang": fields, "rollout": {"engine": "sglang", "max_context_tokens": 512}})
+    return Config.model_validate({"run": {"folder": str(folder)}, "sglang": fields,
+                                  "rollout": {"engine": "sglang", "max_context_tokens": 512}})
 
 
 @contextmanager
