@@ -32,7 +32,8 @@ from oprd.core.disk import check_free, write_jsonl
 from oprd.core.metrics import Last, Log, Mean, Progress, Sum, next_number
 from oprd.core.model import Model
 from oprd.core.objective import Distillation, Objective, PolicyGradient
-from oprd.core.plan import (chat_of, check_fits, check_groups, check_oprd, check_recipe, check_rollout, data_file,
+from oprd.core.plan import (chat_of, check_alone, check_fits, check_groups, check_oprd, check_recipe, check_rollout,
+                            data_file,
                             describe, done, per_task, random_model, refresh_steps, stage_folder, starting_point,
                             total_steps, write_settings)
 from oprd.core.publish import Publisher
@@ -50,10 +51,11 @@ from oprd.rollout.annotate import table as annotation_table
 from oprd.rollout.attempts import Outcome
 from oprd.rollout.engine import Engine
 from oprd.rollout.evaluate import Passes, Report, attempts_at, evaluate, reminders_table, table
-from oprd.rollout.groups import GroupPolicy, GroupSettings, outcome_rewards
+from oprd.rollout.groups import GroupPolicy, GroupSettings
 from oprd.rollout.grm import judge_all
 from oprd.rollout.harness import Harness
 from oprd.rollout.native import NativeEngine
+from oprd.rollout.prompt_report import prompt_report, prompt_table
 from oprd.rollout.records import Keeper
 from oprd.rollout.rft import Filtration, FiltrationSettings
 from oprd.rollout.road import Road, Routed, Teacher
@@ -147,7 +149,7 @@ def sft(stage: str) -> Callable:
 
 
 def on_policy(stage: str, parts: Callable) -> Callable:
-    """A stage that trains on its own attempts; parts(config, steps, harness, start) gives its Plan and its Teacher."""
+    """A stage that trains on its own attempts; parts(config, steps, harness, start, tasks): its Plan and Teacher."""
     def run(config: Config, load, resume: bool, mesh: Mesh = Mesh()) -> None:
         if done(config, stage, resume):
             return
@@ -156,11 +158,9 @@ def on_policy(stage: str, parts: Callable) -> Callable:
         folder, tasks = stage_folder(config, stage), read_tasks(data_file(config, stage), config.data)
         n, seed = per_task(config, stage), config.run.seed
         steps, order = total_steps(config, len(tasks) * n), Order(len(tasks), seed)
-        if mesh.world.size > 1 and config.reminders.utility != "off":
-            raise ValueError(f"reminders.utility = {config.reminders.utility!r} needs the teacher whole on one rank; set "
-                             "it to off, or start one process")
         harness = Harness(config, chat)
-        (plan, teach), steer = parts(config, steps, harness, start), harness.steer(n, steps)
+        (plan, teach), steer = parts(config, steps, harness, start, tasks), harness.steer(n, steps)
+        check_alone(config, mesh.world.size)
         trainer = Trainer(plan, folder, start, resume, mesh, config.parallel)
         mirror = Mirror(trainer.model)
         if not mesh.first:  # attempts are made by the first rank; the others wait for what they teach
@@ -169,7 +169,9 @@ def on_policy(stage: str, parts: Callable) -> Callable:
         harness.sweep()
         write_settings(config, folder, stage, resume)
         harness.score = lambda rows: target_logprobs(trainer.teacher, rows, config.train.micro_batch_tokens)
-        engine = engine_of(config, mirror.model, trainer.step, start)
+        engine, frozen = engine_of(config, mirror.model, trainer.step, start), harness.rewarders.frozen
+        if frozen:
+            frozen.engine = native_engine(config, trainer.teacher, trainer.step)
         keep, per_step = Keeper(config.rollout.record, chat), config.train.batch // n
         road = Road(lambda step: [tasks[order[step * per_step + i]] for i in range(per_step)], n,
                     lambda *place: attempt_seed(seed, *place), harness.pool(engine, config.rollout), teach,
@@ -179,6 +181,8 @@ def on_policy(stage: str, parts: Callable) -> Callable:
         road.recall(trainer.memory, tasks)
 
         def supply(step: int):
+            if frozen and step in plan.refresh:
+                frozen.engine.load(trainer.teacher, step)
             taken = road(step)
             if taken.stop:
                 raise Stopped(f"stopped before step {step} of {steps}: {taken.stop}", code=3)
@@ -195,13 +199,14 @@ def on_policy(stage: str, parts: Callable) -> Callable:
         try:
             trainer.run(supply, updated, ("train/loss", "rollout/pass_rate"), road.memory)
         finally:
-            engine.close()
+            for served in (engine, *([frozen.engine] if frozen else [])):
+                served.close()
             road.ahead.close()
             harness.close()
     return run
 
 
-def oprd_parts(config: Config, steps: int, harness: Harness, start: Path) -> tuple[Plan, Teacher]:
+def oprd_parts(config: Config, steps: int, harness: Harness, start: Path, tasks) -> tuple[Plan, Teacher]:
     """Attempt tasks without reminders, imitate successes, distil failures: run.folder/oprd/model."""
     o, most = config.oprd, config.train.micro_batch_tokens
     check_oprd(config, hf.load_config(start))
@@ -212,22 +217,25 @@ def oprd_parts(config: Config, steps: int, harness: Harness, start: Path) -> tup
     return plan, Routed(teach, harness.reminders)
 
 
-def rl_parts(config: Config, steps: int, harness: Harness, start: Path) -> tuple[Plan, Teacher]:
+def rl_parts(config: Config, steps: int, harness: Harness, start: Path, tasks) -> tuple[Plan, Teacher]:
     """Attempt every task several times, compare the attempts with each other: run.folder/rl/model."""
-    r, rollout = config.rl, config.rollout
+    r, rollout, renew = config.rl, config.rollout, config.selfverify.renew
     check_groups(config, "rl")
+    score = harness.rewarders.score(tasks, lambda *place: attempt_seed(config.run.seed, *place))
+    frozen = harness.rewarders.frozen is not None  # serves the teacher's weights
     plan = Plan(steps, config.train, Objective(aggregate=r.aggregate, length=r.length or rollout.max_context_tokens),
                 Distillation(min(100, hf.load_config(start).vocab_size)),
                 PolicyGradient(r.clip_low, r.clip_high, r.ratio_cap, r.ratio, rollout.temperature),
-                teacher=r.kl > 0, bf16=config.run.precision == "bf16")
+                teacher=r.kl > 0 or frozen, bf16=config.run.precision == "bf16",
+                refresh=frozenset(range(renew, steps, renew)) if frozen and renew else frozenset())
     settings = GroupSettings(config.train.micro_batch_tokens, r.advantage, r.std, r.masked, r.kl, r.patience)
-    return plan, GroupPolicy(outcome_rewards, settings)
+    return plan, GroupPolicy(score, settings)
 
 
-def rft_parts(config: Config, steps: int, harness: Harness, start: Path) -> tuple[Plan, Teacher]:
+def rft_parts(config: Config, steps: int, harness: Harness, start: Path, tasks) -> tuple[Plan, Teacher]:
     """Attempt every task several times, imitate the solutions that a rubric ranks highest: run.folder/rft/model."""
     check_groups(config, "rft")
-    items, grm = harness.grm()
+    items, grm = harness.rewarders.grm()
     settings = FiltrationSettings(config.rft.select, config.rft.top, config.rft.cap, config.run.seed,
                                   config.train.micro_batch_tokens)
     teach = Filtration(items, lambda asked: judge_all(grm, asked, config.verifier.concurrency), settings)
@@ -324,11 +332,16 @@ def mesh_of(config: Config, stage: str):
     mesh.close()
 
 
+def native_engine(config: Config, model: Model, version: int) -> NativeEngine:
+    r = config.rollout
+    return NativeEngine(model, version, rows=r.workers, cached_tokens=r.cache_tokens, lockstep=r.lockstep)
+
+
 def engine_of(config: Config, model: Model, version: int, folder: Path) -> Engine:
     """The engine of the settings, serving `model` as `version`. folder: the Hugging Face folder of the model's form."""
-    r, s = config.rollout, config.sglang
-    if r.engine == "native":
-        return NativeEngine(model, version, rows=r.workers, cached_tokens=r.cache_tokens, lockstep=r.lockstep)
+    s = config.sglang
+    if config.rollout.engine == "native":
+        return native_engine(config, model, version)
     publisher = Publisher(folder, s.dtype, s.bucket_mib * 2**20, s.backend, s.update_s,
                           "cuda" if s.backend == "nccl" else "cpu")
     bar = Progress(len(s.servers) or s.count, name="rollout servers ready")
@@ -364,9 +377,11 @@ def evaluate_model(config: Config, path: Path, folder: Path, name: str) -> Repor
     number = next_number(folder)  # an evaluation never replaces another
     Keeper(config.rollout.record, chat)(folder / "attempts" / f"eval_{number:05d}.jsonl", outcomes)
     with Log(folder, number) as log:
-        scalars = {**report.scalars(), **harness.judge_counts()}
+        scalars = {**report.scalars(), **prompt_report(outcomes).scalars(), **harness.judge_counts()}
         log.write(number, {metric: Last(value) for metric, value in scalars.items()})
     report.save(folder)
+    if config.data.world == "prompts":
+        print(prompt_table([(name, prompt_report(outcomes))]))
     return report
 
 

@@ -127,6 +127,18 @@ def check_rollout(config: Config) -> None:
                          "leave one of the two out")
 
 
+def check_alone(config: Config, ranks: int) -> None:
+    """ValueError for what needs a whole copy of the teacher beside the trainer, on a run of several processes."""
+    if ranks == 1:
+        return
+    if config.reminders.utility != "off":
+        raise ValueError(f"reminders.utility = {config.reminders.utility!r} needs the teacher whole on one rank; set "
+                         "it to off, or start one process")
+    if config.verifier.kind == "frozen":
+        raise ValueError("verifier.kind = 'frozen' needs the teacher whole on one rank; serve the model of the start "
+                         "yourself and set verifier.kind = endpoint, or start one process")
+
+
 def check_groups(config: Config, stage: str) -> None:
     """ValueError for settings that a stage with groups of attempts could only fail with later."""
     t, r, n = config.train, config.rollout, per_task(config, stage)

@@ -9,14 +9,15 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 STAGES = ("microswe", "pretrain", "coding-sft", "if-sft", "oprd", "rl", "rft", "eval", "all", "score", "export",
-          "annotate", "if-data", "match-rules", "behaviours", "parse-log", "check-tasks", "plan")
-FILES = {"input": ("score", "annotate", "if-data", "match-rules", "behaviours", "parse-log",  # option: its stages
-                   "check-tasks"),
-         "output": ("score", "export", "annotate", "if-data", "check-tasks"),
+          "annotate", "if-data", "match-rules", "behaviours", "parse-log", "check-tasks", "plan", "microif",
+          "checklists", "checklist-report")
+FILES = {"input": ("score", "annotate", "if-data", "match-rules", "behaviours", "parse-log", "check-tasks",
+                   "checklists", "checklist-report"),  # option of the command line: its stages
+         "output": ("score", "export", "annotate", "if-data", "check-tasks", "checklists"),
          "parser": ("parse-log",)}
 
 
-RESUMED = ("microswe", "pretrain", "coding-sft", "if-sft", "oprd", "all", "check-tasks")  # --resume means something
+RESUMED = ("microswe", "pretrain", "coding-sft", "if-sft", "oprd", "rl", "rft", "all", "check-tasks")  # know --resume
 
 
 class Section(BaseModel):
@@ -64,7 +65,19 @@ class MicroSWE(Section):
     branches: int = Field(3, ge=2, le=5, description="branches of a scenario function, at most")
 
 
+class MicroIF(Section):
+    sft_rows: int = Field(3000, ge=1, description="answers to imitate, and as many verifications")
+    tasks: int = Field(1000, ge=1, description="prompts for --stage rl")
+    validation_tasks: int = Field(128, ge=1, description="held-out prompts, with words no training row has")
+    items: int = Field(4, ge=2, le=6, description="constraints of a prompt")
+    quality: float = Field(0.7, ge=0, le=1, description="chance that an imitated answer meets a constraint")
+    honesty: float = Field(0.8, ge=0, le=1, description="chance that an imitated verification is right")
+    leniency: float = Field(0.7, ge=0, le=1, description="chance that one that is not made right says yes")
+
+
 class Data(Section):
+    world: Literal["repository", "prompts"] = Field("repository", description="tasks of rl and eval: repositories in "
+                                                    "sandboxes, or prompts with one reply (MicroIF)")
     rows: str = Field("", description="rows (JSONL, Parquet, or a folder of them) of pretrain (text), coding-sft, "
                                       "if-sft (conversations); empty: MicroSWE's")
     tasks: str = Field("", description="task rows (JSONL) for oprd and eval; empty: MicroSWE's under run.folder")
@@ -257,6 +270,8 @@ class OPRD(Section):
 
 
 class RL(Section):
+    reward: Literal["outcome", "checklist", "holistic"] = Field(
+        "outcome", description="hidden tests; or the verifier's: share of the checklist that is met, or one question")
     attempts_per_task: int = Field(8, ge=2, description="attempts of each task in a step: a group")
     advantage: Literal["grpo", "rloo", "leave_one_out"] = Field("rloo", description="a group's baseline")
     std: bool = Field(False, description="divide advantages by the group's standard deviation")
@@ -297,8 +312,11 @@ class Prefix(Section):
 
 
 class Verifier(Section):
-    kind: Literal["scripted", "endpoint", "policy"] = Field(
-        "scripted", description="who answers the rewards' questions: a script, a model at url, or the policy itself")
+    kind: Literal["scripted", "endpoint", "policy", "frozen"] = Field(
+        "scripted", description="who answers the rewards' questions: a script, a model at url, the policy itself, or "
+                                "the model it started from")
+    true_positive: float = Field(0.9, ge=0, le=1, description="kind = scripted: rate of yes to met items")
+    false_positive: float = Field(0.2, ge=0, le=1, description="kind = scripted: rate of yes to unmet items")
     url: str = Field("", description="kind = endpoint: what stands before /chat/completions, as http://host:8000/v1")
     model: str = Field("", description="kind = endpoint: the model's name there")
     key_variable: str = Field("", description="environment variable that holds the endpoint's key; empty: none")
@@ -310,6 +328,28 @@ class Verifier(Section):
     cache: str = Field("", description="folder of the answers; empty: verifier/ under run.folder")
     votes: int = Field(1, ge=1, description="readable answers of one question; more than half decide")
     retries: int = Field(2, ge=0, description="further questions for votes that did not come; then there is no reward")
+
+
+class ChecklistSettings(Section):
+    path: str = Field("", description="checklists (JSONL: task_id, items); empty: those in the tasks' rows")
+    bonus: float = Field(0.0, ge=0, le=1, description="share of the reward that only a complete answer gets")
+    correct: bool = Field(False, description="correct rewards for the verifier's measured rates of yes")
+    drop_saturated: bool = Field(False, description="leave out items on which a whole group agrees")
+    ask_holistic: bool = Field(False, description="also ask the holistic question, for --stage checklist-report")
+    candidates: int = Field(4, ge=0, description="stage checklists: recorded answers shown of each task")
+
+
+class SelfVerify(Section):
+    on: bool = Field(False, description="train the policy's own verifications (Soft-SVeRL); rl.reward = checklist")
+    anchor: Literal["none", "majority", "frozen", "gold"] = Field(
+        "gold", description="what its votes are held against: nothing, themselves, the frozen verifier, the truth")
+    rows: int = Field(64, ge=0, description="most votes trained in a step")
+    gold: int = Field(16, ge=0, description="questions of known truth imitated in a step")
+    canaries: int = Field(16, ge=0, description="answers known to be wrong asked about in a step")
+    alarm: float = Field(0.5, ge=0, le=1, description="smoothed share of canaries passed that raises an alarm")
+    patience: int = Field(3, ge=1, description="steps of alarm in a row that end the run")
+    penalty: float = Field(1.0, ge=0, description="taken from a yes, times the inflation of yes")
+    renew: int = Field(0, ge=0, description="verifier.kind = frozen: steps between copies of the policy; 0: never")
 
 
 class RFT(Section):
@@ -349,6 +389,7 @@ class Config(Section):
     model: Model = Model()
     chat: ChatSettings = ChatSettings()
     microswe: MicroSWE = MicroSWE()
+    microif: MicroIF = MicroIF()
     data: Data = Data()
     train: Train = Train()
     parallel: Parallel = Parallel()
@@ -362,6 +403,8 @@ class Config(Section):
     prefix: Prefix = Prefix()
     rft: RFT = RFT()
     verifier: Verifier = Verifier()
+    checklist: ChecklistSettings = ChecklistSettings()
+    selfverify: SelfVerify = SelfVerify()
     eval: Eval = Eval()
     if_data: IFData = IFData()
     check: CheckTasks = CheckTasks()

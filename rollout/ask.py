@@ -119,15 +119,23 @@ class EngineChat:
         return ids
 
 
-def list_in(answer: str, name: str) -> list[Any]:
-    """The list in the answer {name: [...]}. Raises Malformed."""
+def object_in(answer: str) -> dict[str, Any]:
+    """The JSON object that an answer is, one think block and one code fence taken off. Raises Malformed."""
     text = answer.split("</think>", 1)[-1].strip()
     fenced = re.fullmatch(r"```(?:json)?\s*\n(.*?)\n?\s*```", text, re.S)
     try:
         found = json.loads(fenced[1] if fenced else text, parse_constant=_no_constant)
     except (ValueError, RecursionError):
         raise Malformed("it is not one JSON object") from None
-    if not isinstance(found, dict) or set(found) != {name} or not isinstance(found[name], list):
+    if not isinstance(found, dict):
+        raise Malformed("it is not one JSON object")
+    return found
+
+
+def list_in(answer: str, name: str) -> list[Any]:
+    """The list in the answer {name: [...]}. Raises Malformed."""
+    found = object_in(answer)
+    if set(found) != {name} or not isinstance(found[name], list):
         raise Malformed(f'it must be an object with the one field "{name}", a list')
     return found[name]
 

@@ -10,12 +10,9 @@ from pathlib import Path
 
 from oprd.core.disk import check_free, write_jsonl
 from oprd.core.settings import Config
-from oprd.rollout.annotate import inputs
-from oprd.rollout.grm import judge_all
-from oprd.rollout.harness import Harness, box_opener
+from oprd.rollout import reward_commands
+from oprd.rollout.harness import box_opener
 from oprd.rollout.match_rules import match_lines
-from oprd.rollout.records import read_records
-from oprd.rollout.rft import rates, table
 from oprd.rollout.rubric import load_rubric
 from oprd.rollout.tasks import read_tasks
 from oprd.sandbox.box import Broke
@@ -31,18 +28,6 @@ def match_rules(config: Config, options) -> None:
     r = config.reminders
     for line in match_lines(options.input, load_rubric(*([r.rubric] if r.rubric else [])), r.disabled):
         print(json.dumps(line), flush=True)
-
-
-def behaviours(config: Config, options) -> None:
-    """How often recorded attempts show the behaviours of the GRM's rubric: a table with a column for every file."""
-    if not options.input:
-        raise ValueError("--stage behaviours needs --input PATH, a file of recorded attempts or a folder of them")
-    items, grm = Harness(config, chat=None).grm()
-    found = []
-    for file in inputs(options.input):
-        asked = [(row["statement"], trajectory) for row, trajectory in read_records(file)]
-        found.append(rates(file.stem, judge_all(grm, asked, config.verifier.concurrency), items))
-    print(table(found, items))
 
 
 def parse_test_log(config: Config, options) -> None:
@@ -101,4 +86,4 @@ def check_tasks(config: Config, options, progress) -> None:
           (", ".join(f"{n} {state}" for state, n in sorted(states.items()) if state != "ok") or "none left out"))
 
 
-COMMANDS = {"match-rules": match_rules, "behaviours": behaviours, "parse-log": parse_test_log}
+COMMANDS = {"match-rules": match_rules, "parse-log": parse_test_log, **reward_commands.COMMANDS}

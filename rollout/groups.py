@@ -17,8 +17,8 @@ its place there: its reward is right.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
-from typing import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Mapping, Protocol, Sequence
 
 import numpy as np
 
@@ -37,12 +37,31 @@ class Reward:
     why: str = ""
 
 
-Score = Callable[[Sequence[Outcome]], Sequence[Reward]]
+class Score(Protocol):
+    """Gives judged attempts their rewards, one an outcome. `notes`: what it has to say of each, for the record. The
+    rest as a road.Teacher's."""
+
+    notes: Sequence[Mapping[str, Any]]
+    rows: Sequence[Example]
+
+    def __call__(self, outcomes: Sequence[Outcome]) -> Sequence[Reward]: ...
+
+    def measured(self) -> Mapping[str, tuple[float, int]]: ...
+
+    def stop(self) -> str: ...
+
+    def memory(self) -> Any: ...
+
+    def recall(self, memory: Any) -> None: ...
 
 
-def outcome_rewards(outcomes: Sequence[Outcome]) -> list[Reward]:
-    """The hidden tests' verdict: 1 or 0."""
-    return [Reward(float(o.verdict.resolved)) for o in outcomes]
+class OutcomeRewards(Forgetful):
+    """The verdict of the hidden tests (or of a prompt's constraints): 1 or 0."""
+
+    notes: Sequence[Mapping[str, Any]] = ()
+
+    def __call__(self, outcomes: Sequence[Outcome]) -> list[Reward]:
+        return [Reward(float(o.verdict.resolved)) if o.verdict else Reward(None, "no_truth") for o in outcomes]
 
 
 @dataclass(frozen=True)
@@ -64,7 +83,6 @@ class GroupPolicy(Forgetful):
     def __init__(self, score: Score, settings: GroupSettings):
         self.score, self.settings = score, settings
         self.rewards: list[float | None] = []
-        self.rows: list[Example] = []
         self.groups: dict[str, Advantages] = {}
         self._members: dict[str, list[int]] = {}
         self._silent = 0
@@ -72,20 +90,34 @@ class GroupPolicy(Forgetful):
     def __call__(self, outcomes: Sequence[Outcome]) -> list[Lesson]:
         fates = [self._fate(o) for o in outcomes]
         judged = [i for i, fate in enumerate(fates) if not fate]
-        self.rewards = [None] * len(outcomes)
+        self.rewards, notes = [None] * len(outcomes), [{}] * len(outcomes)
         for i, reward in zip(judged, self.score([outcomes[i] for i in judged]), strict=True):
             self.rewards[i] = reward.value
             if reward.value is None or not np.isfinite(reward.value):
                 self.rewards[i], fates[i] = None, f"dropped_no_reward_{reward.why or 'not_finite'}"
+        for i, note in zip(judged, self.score.notes):
+            notes[i] = note
         weights = self._weigh(outcomes)
         self._silent = 0 if any(g.signal for g in self.groups.values()) else self._silent + 1
-        return [Lesson(fate, reward=reward) if fate else self._lesson(outcome, weight, reward)
-                for outcome, fate, weight, reward in zip(outcomes, fates, weights, self.rewards)]
+        lessons = [Lesson(fate, reward=reward) if fate else self._lesson(outcome, weight, reward)
+                   for outcome, fate, weight, reward in zip(outcomes, fates, weights, self.rewards)]
+        return [replace(lesson, notes=note) for lesson, note in zip(lessons, notes)]
+
+    @property
+    def rows(self) -> Sequence[Example]:
+        """What the judge wants trained beside the attempts."""
+        return self.score.rows
+
+    def memory(self) -> Any:
+        return self.score.memory()
+
+    def recall(self, memory: Any) -> None:
+        self.score.recall(memory)
 
     def stop(self) -> str:
         """Why the run should stop, or nothing."""
         if not self.settings.patience or self._silent < self.settings.patience:
-            return ""
+            return self.score.stop()
         valid = [r for r in self.rewards if r is not None]
         mean = f"mean reward {sum(valid) / len(valid):.3f}" if valid else "no attempt has a reward"
         return (f"every group agreed in {self._silent} steps in a row ({mean}), so there is nothing to learn from: "
@@ -96,7 +128,7 @@ class GroupPolicy(Forgetful):
         groups = list(self.groups.values())
         rewards = [r for r in self.rewards if r is not None]
         spread = [float(np.std(own)) for name in self.groups if (own := self.rewards_of(name))]
-        return {"policy/reward": (sum(rewards), len(rewards)),
+        return {**self.score.measured(), "policy/reward": (sum(rewards), len(rewards)),
                 "policy/groups_with_signal": (sum(g.signal for g in groups), 1),
                 "policy/groups_without_signal": (sum(not g.signal for g in groups), 1),
                 "policy/advantage_energy": (sum(g.energy for g in groups), max(1, len(groups))),

@@ -11,6 +11,7 @@ from oprd.core.types import Reminder
 from oprd.core.settings import Config, Eval, Rollout
 from oprd.rollout import utility
 from oprd.rollout.agent import AgentLimits, Remind, Reminding
+from oprd.rollout.answers import Answers
 from oprd.rollout.ask import Asker, EngineChat, asker_of
 from oprd.rollout.attempts import Attempts, Outcome
 from oprd.rollout.audit import Audit, ModelAudit, each_boundary
@@ -20,16 +21,14 @@ from oprd.rollout.engine import Engine, Sampling
 from oprd.rollout.evidence_judge import EvidenceJudge
 from oprd.rollout.events import Event, error_events
 from oprd.rollout.global_reminder import CATEGORY, global_reminder, ineligible
-from oprd.rollout.grm import GRM, OWN, Item, ModelGRM, load_items
 from oprd.rollout.judge import Judge, NoJudge
 from oprd.rollout.model_judge import ModelJudge
 from oprd.rollout.prefix import PrefixSampling, PrefixSettings
+from oprd.rollout.rewarders import Rewarders
 from oprd.rollout.rubric import MICRO, Rubric, load_rubric
 from oprd.rollout.scripted import ScriptedJudge
-from oprd.rollout.scripted_grm import ScriptedGRM
 from oprd.rollout.select import Dropped, SelectSettings, annotate_trajectory, decide, remind
 from oprd.rollout.teach import Reminded
-from oprd.rollout.verifier import verifier_asker
 from oprd.sandbox.box import Limits
 from oprd.sandbox.opener import opener
 from oprd.sandbox.sweep import run_label
@@ -73,7 +72,7 @@ class Harness:
             self.judge = ModelJudge(self.rubric, self.asker)
         self.audit: Audit = ModelAudit(self.rubric, self.asker) if self.asker else each_boundary(self.judge)
         scopes = tuple(name for name, on in (("global", r.global_), ("local", r.local)) if on)
-        self.rewarder: Asker | None = None  # whom the rewards ask, if anybody
+        self.rewarders = Rewarders(config, chat)
         self.score: utility.Score | None = None  # the teacher's log-probabilities; handed in by who has a model
         self.selection = SelectSettings(budget=r.budget, family_cap=r.family_cap, classes=r.classes, off=r.disabled,
                                         scopes=scopes)
@@ -86,18 +85,20 @@ class Harness:
         """Remove every sandbox. Idempotent."""
         self.open_box.close()
 
-    def pool(self, engine: Engine, sampling: Rollout | Eval) -> Attempts:
-        """Runs attempts under this run's limits, sampling as the given section says."""
+    def pool(self, engine: Engine, sampling: Rollout | Eval) -> Attempts | Answers:
+        """Runs attempts under this run's limits, sampling as the given section says: at repositories, or at prompts."""
         r, stop = self.config.rollout, self.chat.stop_ids
-        for asker in filter(None, (self.asker, self.rewarder)):
-            if isinstance(asker.completer, EngineChat):
-                asker.completer.engine = engine
+        if self.asker and isinstance(self.asker.completer, EngineChat):
+            self.asker.completer.engine = engine
+        self.rewarders.serve(engine)
+        how = Sampling(sampling.temperature, sampling.top_p, r.max_turn_tokens, tuple(stop))
+        if self.config.data.world == "prompts":
+            return Answers(engine, self.chat, self.config.chat.system, how, r.workers)
         limits = AgentLimits(self.config.chat.system, r.max_turns, r.max_context_tokens, r.max_turn_tokens,
                              r.max_malformed, r.attempt_s, self.config.sandbox.command_s,
                              self.config.sandbox.tests_s, self.config.chat.tools,
                              self.config.sandbox.tools, self.config.sandbox.output_tokens,
                              sampling is r and self.config.prefix.on and self.config.prefix.compare_states)
-        how = Sampling(sampling.temperature, sampling.top_p, r.max_turn_tokens, tuple(stop))
         return Attempts(engine, self.chat, self.open_box, limits, how, r.workers, r.verifiers)
 
     def steer(self, n: int, steps: int) -> PrefixSampling | None:
@@ -195,16 +196,8 @@ class Harness:
 
     def judge_counts(self) -> dict[str, int]:
         """What became of the questions to a judge that is a model since the last call, by metric name."""
-        askers = (("judge", self.asker), ("verifier", self.rewarder))
-        return {f"{who}/{name}": n for who, asker in askers if asker for name, n in asker.counts.take().items()}
-
-    def grm(self) -> tuple[tuple[Item, ...], GRM]:
-        """The GRM's rubric, and the one who judges by it. Raises ValueError, FileNotFoundError."""
-        v, items = self.config.verifier, load_items(self.config.rft.rubric or OWN)
-        if v.kind == "scripted":
-            return items, ScriptedGRM(items)
-        self.rewarder = verifier_asker(self.config, self.chat)
-        return items, ModelGRM(items, self.rewarder, v.votes, v.retries)
+        counts = (("judge", self.asker.counts.take() if self.asker else {}), ("verifier", self.rewarders.counts()))
+        return {f"{who}/{name}": n for who, own in counts for name, n in own.items()}
 
     def events(self, outcome: Outcome) -> tuple[Event, ...]:
         """Error events of a finished attempt, each fine category at most once."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from oprd.core.settings import Data
 from oprd.core.sources import rows
+from oprd.sandbox.microif import read_prompts
 from oprd.sandbox.task import Task
 from oprd.sandbox.task_sets import LeftOut, SetOptions, read_rows
 
@@ -16,6 +17,8 @@ SHOWN = 20  # rows left out that are told one by one
 def read_tasks(path: str | Path, data: Data, left_out: list[LeftOut] | None = None) -> list[Task]:
     """The tasks of a file, or of a folder of files. With data.strict = false, rows that cannot be used are logged,
     counted and added to `left_out`. Raises OSError, or ValueError naming file, line, task and field."""
+    if data.world == "prompts":
+        return read_prompts(path)
     try:
         found = read_rows(rows(path), SetOptions(data.task_set, data.strict, data.pro_scripts))
     except ValueError as problem:

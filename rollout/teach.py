@@ -109,9 +109,10 @@ def gates(lessons: Sequence[Lesson]) -> Counter:
 def measured(outcomes: Sequence[Outcome], lessons: Sequence[Lesson]) -> dict[str, tuple[float, int]]:
     """Means of one step's rollouts, each as (total, count), by the name it has in the log."""
     judged = [o for o in outcomes if not o.trouble]
+    graded = [o for o in judged if o.verdict]
     reminded = [lesson.reminders for lesson in lessons if lesson.reminders is not None]
     endings = Counter(o.trajectory.ending.value for o in judged)
-    return {"rollout/pass_rate": (sum(o.verdict.resolved for o in judged), len(judged)),
+    return {"rollout/pass_rate": (sum(o.verdict.resolved for o in graded), len(graded)),
             "rollout/tokens_per_attempt": (sum(o.trajectory.tokens() for o in judged), len(judged)),
             "oprd/local_reminders_per_failure": (sum(len(r.local) for r in reminded), len(reminded)),
             "oprd/global_reminders_per_failure": (sum(r.global_ is not None for r in reminded), len(reminded)),

@@ -1,8 +1,8 @@
 """How rewards ask a model: a fixed number of readable answers to one question, or none at all.
 
 A reward must not depend on the mood of a server. So a question has exactly `votes` readable answers or it is
-unanswered: an answer that hangs, is garbage or is refused is asked for again (`retries` more questions in all, each with the
-endpoint's own repetitions), and then the whole question is given up, which its caller counts and masks.
+unanswered: an answer that hangs, is garbage or is refused is asked for again (`retries` more questions in all, each
+with the endpoint's own repetitions), and then the whole question is given up, which its caller counts and masks.
 """
 
 from __future__ import annotations
