@@ -1,6 +1,7 @@
-"""The stages rl and rft through train.py: a random tiny model, real sandboxes, resume, and a run that must stop."""
+"""The stages rl and rft through train.py: random tiny models, real sandboxes and prompts, resume, a run that must stop."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -98,3 +99,96 @@ def test_a_dry_run_prints_the_numbers(tiny, stage, capsys):
     config, folder = tiny
     assert train.main(["--stage", stage, "--config", str(config), "--dry-run"]) == 0
     assert "steps           3 of 4 examples (8 in" in capsys.readouterr().out
+
+
+# --- prompts: checklists and self-verification -------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def prompts(tiny):
+    """MicroIF's files, and the settings that read them."""
+    config, folder = tiny
+    common = ["--config", str(config), "--data.world", "prompts", "--rl.reward", "checklist", "--rl.patience", "0",
+              "--rollout.max_turn_tokens", "8"]
+    made = ["--microif.sft_rows", "4", "--microif.tasks", "6", "--microif.validation_tasks", "3"]
+    assert train.main(["--stage", "microif", *common, *made, "--run.folder", str(folder / "microif")]) == 0
+    return common, folder / "microif" / "data", folder
+
+
+def rl(prompts, name, *more):
+    common, data, folder = prompts
+    command = ["--stage", "rl", *common, "--data.tasks", str(data / "microif_tasks.jsonl"), "--run.folder",
+               str(folder / name), *more]
+    assert train.main(command) == 0
+    return metrics(folder / name / "rl"), folder / name / "rl", command
+
+
+def test_soft_rewards_train_and_are_reported_and_an_answer_is_as_good_as_its_items(prompts, capsys):
+    lines, folder, _ = rl(prompts, "soft", "--checklist.ask_holistic", "true", "--rl.attempts_per_task", "4")
+    assert sum(line.get("fate/trained_policy", 0) for line in lines) > 0
+    for line in lines:
+        assert sum(v for name, v in line.items() if name.startswith("fate/")) == 4
+        assert 0 <= line["checklist/items_met"] <= 1 and 0 <= line["verifier/agreement"] <= 1
+    rows = [json.loads(text) for text in (folder / "attempts" / "step_00000.jsonl").read_text().splitlines()]
+    assert all(len(row["notes"]["said"]) == 4 == len(row["notes"]["truth"]) for row in rows)
+    for row in rows:
+        assert row["reward"] == pytest.approx(sum(row["notes"]["said"]) / 4)
+    capsys.readouterr()
+    common, data, _ = prompts
+    assert train.main(["--stage", "checklist-report", *common, "--input", str(folder / "attempts")]) == 0
+    assert "any two answers" in capsys.readouterr().out
+
+
+def test_a_policy_that_cannot_verify_gives_no_reward_and_that_is_counted(prompts):
+    lines, _, _ = rl(prompts, "sverl", "--verifier.kind", "frozen", "--selfverify.on", "true", "--selfverify.gold", "4",
+                     "--selfverify.canaries", "2", "--selfverify.renew", "2", "--verifier.retries", "0")
+    for line in lines:  # random weights say neither yes nor no
+        assert line["fate/dropped_no_reward_unverified"] == 4 and line["checklist/unverified"] == 1.0
+        assert line["selfverify/rows"] == line["train/examples"] <= 4  # only the gold rows train
+    assert lines[0]["train/nll"] > lines[2]["train/nll"] > 0
+
+
+def test_a_resumed_run_of_soft_rewards_is_the_uninterrupted_one(prompts):
+    whole, folder, command = rl(prompts, "whole", "--rl.attempts_per_task", "4", "--checklist.correct", "true")
+    shutil.copytree(folder.parent, folder.parent.parent / "cut")
+    cut = folder.parent.parent / "cut" / "rl"
+    shutil.rmtree(cut / "model")
+    shutil.rmtree(cut / "checkpoints" / "step_3")
+    command[command.index("--run.folder") + 1] = str(cut.parent)
+    assert train.main([*command, "--resume"]) == 0
+    drop = lambda line: {k: v for k, v in line.items() if not k.startswith("perf/") and "time" not in k}  # noqa: E731
+    assert [drop(line) for line in metrics(cut)] == [drop(line) for line in whole]
+    same = [(path / "model" / "model.safetensors").read_bytes() for path in (folder, cut)]
+    assert same[0] == same[1]
+
+
+def test_an_evaluation_of_prompts_tables_the_truth(prompts, capsys):
+    common, data, folder = prompts
+    command = ["--stage", "eval", *common, "--data.tasks", str(data / "microif_validation.jsonl")]
+    assert train.main([*command, "--run.folder", str(folder / "evaluated")]) == 0
+    out = capsys.readouterr().out
+    assert "items met" in out and "0.0%" in out
+    (line,) = metrics(folder / "evaluated" / "eval")
+    assert line["eval/answers"] == 3 and 0 <= line["eval/items_met"] <= 1
+
+
+@pytest.mark.parametrize("more,message", [
+    (["--rl.reward", "outcome", "--selfverify.on", "true"], "selfverify.on = true needs rl.reward"),
+    (["--verifier.kind", "endpoint"], "judge url"), (["--verifier.kind", "endpoint", "--verifier.body", "[]"], "verifier.body")])
+def test_rewards_that_cannot_work_are_refused_before_anything_is_written(prompts, tmp_path, more, message, capsys):
+    common, data, _ = prompts
+    with pytest.raises(SystemExit) as stop:
+        train.main(["--stage", "rl", *common, "--data.tasks", str(data / "microif_tasks.jsonl"), "--run.folder",
+                    str(tmp_path / "new"), *more])
+    assert stop.value.code == 2 and message in capsys.readouterr().err and not (tmp_path / "new").exists()
+
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.parametrize("file", sorted(ROOT.glob("configs/*/*.toml")), ids=lambda file: f"{file.parent.name}/{file.stem}")
+def test_every_settings_file_that_ships_is_read_by_its_stages_and_names_real_ones(file, capsys):
+    named = {line.split("--stage ")[1].split()[0] for line in file.read_text().splitlines() if "--stage " in line
+             and line.startswith("#")}
+    assert named, f"{file} does not say for which stage it is"
+    for stage in named:
+        assert train.main(["--stage", stage, "--config", str(file), "--dry-run"]) == 0
