@@ -132,10 +132,14 @@ def test_soft_rewards_train_and_are_reported_and_an_answer_is_as_good_as_its_ite
     assert all(len(row["notes"]["said"]) == 4 == len(row["notes"]["truth"]) for row in rows)
     for row in rows:
         assert row["reward"] == pytest.approx(sum(row["notes"]["said"]) / 4)
+    for i, row in enumerate(rows):  # random weights answer alike: as if the first missed nothing, the last three
+        row["notes"]["truth"] = [k >= i for k in range(4)]
+    answers = folder / "answers.jsonl"
+    answers.write_text("".join(json.dumps(row) + "\n" for row in rows))
     capsys.readouterr()
-    common, data, _ = prompts
-    assert train.main(["--stage", "checklist-report", *common, "--input", str(folder / "attempts")]) == 0
-    assert "any two answers" in capsys.readouterr().out
+    assert train.main(["--stage", "checklist-report", *prompts[0], "--input", str(answers)]) == 0
+    out = capsys.readouterr().out
+    assert "4 items, 0 against 3 missing" in out and "any two answers" in out
 
 
 def test_a_policy_that_cannot_verify_gives_no_reward_and_that_is_counted(prompts):
