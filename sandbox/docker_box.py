@@ -66,8 +66,9 @@ class DockerSandbox:
     """See the file's docstring. `label` names the run that owns the box (sweep.run_label)."""
 
     def __init__(self, image: str, limits: Limits, label: str, host: DockerHost | docker.DockerClient | None = None,
-                 settings: DockerSettings = DockerSettings(pulls=0)):
-        """Raises Unusable when there is no such image, Broke when the engine fails."""
+                 settings: DockerSettings = DockerSettings(pulls=0), root: str | None = None):
+        """root: where the repository is; None: in the image's working directory. Raises Unusable when there is no such
+        image, Broke when the engine fails."""
         self.limits, self.settings = limits, settings
         self.base: object = None  # what prepare() recorded about the base tree
         self.container = None
@@ -77,7 +78,8 @@ class DockerSandbox:
         self.host = self._own or host
         try:
             self.host.mend()
-            workdir = self.host.folder_of(image, settings)
+            workdir = self.host.folder_of(image, settings)  # an engine that lacks the image gets it here
+            workdir = root or workdir
             self.root = workdir if workdir.strip("/") else "/repo"
             with daemon("no sandbox"):
                 self.container = self._create(image, label)

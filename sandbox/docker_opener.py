@@ -75,7 +75,7 @@ class DockerOpener:
         """A new box; of a task whose tree is the image's own, prepared and seen to hide its solution."""
         host = self.hosts.one()
         try:
-            box = DockerSandbox(image, self.limits, self.label, host, self.settings)
+            box = DockerSandbox(image, self.limits, self.label, host, self.settings, task.workdir)
         except BaseException as problem:
             self.hosts.back(host)
             if isinstance(problem, Broke):

@@ -77,7 +77,8 @@ def prepare(task: Task, box) -> None:
         box.put(tree)
         return
     box.put({"attributes": ATTRIBUTES}, private=True)
-    code, out, err = box.trusted(INITIALISE, 600)
+    hide = f"rm -rf -- {' '.join(task.hidden)}\n" if task.hidden else ""
+    code, out, err = box.trusted(hide + INITIALISE, 600)
     if code:
         raise Broke(f"{task.instance_id}: git cannot make the base commit: {_text(err)}")
     commit, _, ignored = out.partition(b"\n")

@@ -62,7 +62,7 @@ def check_sealed(task: Task, box, seconds: float = 300.0) -> None:
              "needles": "".join(line + "\n" for line in needles).encode()}, private=True)
     upstream = task.base_commit if re.fullmatch("[0-9a-f]{40}", task.base_commit) else ""
     script = (LOOK.replace("COMMIT", box.base.commit).replace("UPSTREAM", upstream)
-              .replace("SOLUTION", " ".join(SOLUTION_FILES)))
+              .replace("SOLUTION", " ".join((*SOLUTION_FILES, *task.hidden))))
     code, out, err = box.trusted(script, seconds)
     if code:
         raise Broke(f"{task.instance_id}: the box cannot be looked through: {err[-300:]!r}")

@@ -226,6 +226,17 @@ def test_output_that_comes_in_one_breath_with_the_answers_headers_is_not_lost(tm
     assert begun == frame and seen == [(1, b"hello\n")] * 2
 
 
+def test_a_task_says_where_its_repository_lies_and_what_must_go(make):
+    script = "mkdir -p /elsewhere/src /r2e_tests && echo 1 > /elsewhere/src/a && echo secret > /r2e_tests/test_1.py"
+    tag = derived(CLIENT, "elsewhere", script)
+    task = replace(TASK, files={}, image_name=tag, workdir="/elsewhere", hidden=("/r2e_tests",))
+    with make()(task) as box:
+        assert box.root == "/elsewhere" and box.run("pwd; cat src/a; ls /r2e_tests 2>&1 | wc -l").output == (
+            "/elsewhere\n1\n1\n")
+        assert "No such file" in box.run("ls /r2e_tests").output
+        assert box.run("git log --oneline | wc -l").output == "1\n"
+
+
 def test_memory_at_the_boxes_limit_is_the_agents_and_said_and_the_machines_is_not(tag, tmp_path):
     with DockerSandbox(tag, Limits(memory_mib=64), run_label(tmp_path), CLIENT) as box:
         ran = box.run("python -c 'bytearray(200 << 20)'; echo $?", 30)

@@ -13,7 +13,7 @@ from oprd.sandbox.box import Limits
 from oprd.sandbox.gitstore import one_commit
 from oprd.sandbox.opener import opener
 from oprd.sandbox.patches import file_changes, unsafe
-from oprd.sandbox.repo import apply_patch, extract_patch
+from oprd.sandbox.repo import apply_patch, extract_patch, prepare
 from oprd.sandbox.sweep import run_label
 from sandbox_help import FILES, PATCH, TASK, open_local
 
@@ -204,6 +204,23 @@ def test_files_left_out_of_a_patch_are_exactly_the_named_ones():
         box.run("echo 1 > 'a[1]'; echo 1 > a1; echo 1 > \"it's\"; echo 1 > 'b*'; echo 1 > bb")
         assert apply_patch(fresh, extract_patch(box), ("a[1]", "it's", "b*")) == ""
         assert set(tree(fresh)) == set(FILES) | {"a1", "bb"}
+
+
+def test_what_a_task_calls_hidden_is_removed_before_its_tree_is_taken():
+    ran = []
+
+    class Image:
+        base = None
+
+        def put(self, files, private=False):
+            assert private
+
+        def trusted(self, command, seconds=60.0):
+            ran.append(command)
+            return 0, b"0123\nbuild/\n", b""
+
+    prepare(replace(TASK, files={}, hidden=("/r2e_tests", "/home/fix.patch")), Image())
+    assert ran[0].startswith("rm -rf -- /r2e_tests /home/fix.patch\nset -e\n")
 
 
 def test_names_beyond_ascii_survive():
