@@ -103,8 +103,8 @@ def compare(sides: dict, floor: str, clear) -> None:
                 continue
             try:
                 seconds, mib = measure(run)
-            except (ImportError, AttributeError, TypeError) as problem:
-                print(f"  {name:<44} left out: {type(problem).__name__}: {problem}")
+            except (ImportError, AttributeError, TypeError, RuntimeError) as problem:
+                print(f"  {name:<44} left out: {type(problem).__name__}: {str(problem)[:100]}")
                 broken.add(name)
                 continue
             times[name].append(seconds)
