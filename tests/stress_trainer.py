@@ -48,7 +48,7 @@ class Script:
     def worker(self):
         yield
 
-    def generate(self, session, context_ids, sampling, seed):
+    def generate(self, session, context_ids, sampling, seed, *deadline, **more):
         turn = self.turns[session] = self.turns.get(session, -1) + 1
         right = "a + b" if expected(int(session)) else "a * b"
         calls = [ToolCall("bash", {"command": "setsid sleep 300 & (sleep 301 &) ; sleep 0.3; cat src/words.py"}),

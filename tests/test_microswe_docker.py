@@ -36,7 +36,7 @@ def test_an_evaluation_in_containers_is_the_local_one(tmp_path):
     assert len(seen["docker"]) == 4
     for local, docker in zip(seen["local"], seen["docker"]):
         assert (docker["ending"], docker["resolved"], docker["trouble"]) == (local["ending"], local["resolved"], None)
-        assert [turn["text"] for turn in docker["turns"]] == [turn["text"] for turn in local["turns"]]
+        assert [turn["reply"] for turn in docker["turns"]] == [turn["reply"] for turn in local["turns"]]
     label = f"oprd.run={run_label(tmp_path / 'docker')}"
     assert CLIENT.containers.list(all=True, filters={"label": label}) == []
 
