@@ -151,18 +151,17 @@ class Attempts:
     def _grade(self, outcome: Outcome) -> Outcome:
         if outcome.trouble:
             return outcome
-        o, why, killed = outcome, "", False
-        for _ in range(self.retries + 1):
+        o, why = outcome, ""
+        for tries in range(self.retries + 1):
             try:
                 verdict = verify(o.attempt.task, o.patch, self.open_box, self.limits.tests_s)
-                if verdict.exit_code == KILLED and not verdict.resolved and not killed:
-                    killed = True  # by the patch itself, or by somebody on this machine: twice is the patch
-                    verdict = verify(o.attempt.task, o.patch, self.open_box, self.limits.tests_s)
             except Broke as problem:
                 log.warning("grading of %s: %s", o.attempt.id, why := str(problem))
                 continue
             except Unusable as problem:
                 return replace(o, trouble="unusable_task", why=str(problem))
+            if verdict.exit_code == KILLED and not verdict.resolved and not verdict.timed_out and tries < self.retries:
+                continue  # by the patch itself, or by somebody on this machine: time and again is the patch
             return replace(o, verdict=verdict, trouble=None if verdict.valid else "invalid_verdict",
                            why="" if verdict.valid else verdict.reason)
         return replace(o, trouble="infra_verifier", why=why)

@@ -34,7 +34,7 @@ from oprd.sandbox.docker_host import DAEMON_S, DockerHost, DockerSettings, daemo
 from oprd.sandbox.docker_sweep import RUN_LABEL, remove
 from oprd.sandbox.output import HeadTail
 
-KILL_S = 5.0  # how long a kill inside the container may take before the container is restarted
+KILL_S = 15.0  # how long a kill inside the container may take before the container is restarted (a busy engine's exec)
 LIFETIME_S = 24 * 3600  # a container whose owner cannot be found out ends by itself
 ENOUGH_MIB = 64  # a disk with less is full
 LONGEST = 100_000  # bytes of a command that go as an argument (Linux takes 128 KiB); longer ones go as a file
@@ -232,14 +232,14 @@ class DockerSandbox:
         sock, begun = hijacked(api.exec_start(exec_id, socket=True))
         return exec_id, sock, Frames(sock, begun)
 
-    def _quick(self, command: str) -> bytes:
-        """A short command's stdout, for when the container is in trouble: what came within KILL_S."""
+    def _quick(self, command: str, seconds: float = KILL_S) -> bytes:
+        """A short command's stdout, for when the container is in trouble: what came within so many seconds."""
         answer = bytearray()
         try:
             _, sock, frames = self._start(["sh", "-c", command], "/")
             try:
                 frames.read(lambda stream, chunk: answer.extend(chunk) if stream == 1 else None,
-                            time.monotonic() + KILL_S)
+                            time.monotonic() + seconds)
             finally:
                 sock.close()
         except (docker.errors.APIError, OSError, requests.RequestException):
@@ -263,7 +263,7 @@ class DockerSandbox:
                     raise Broke("docker: the container died under a command")
                 time.sleep(0.05)
             self.container.restart(timeout=0)
-        report = read_report(self._quick(KILL))
+        report = read_report(self._quick(KILL, DAEMON_S))
         if report is None or report.left:
             raise Broke("docker: the container does not come back after a command that could not be killed")
         return report

@@ -35,7 +35,7 @@ class Verdict:
     XFAIL, XPASS. failed_f2p, failed_p2p: the expected tests that did not pass (missing ones too). disputed: those
     that passed by the task's own parser and not by the stricter reading. log: the test command's whole output.
     touched: the paths in the patch; reverted: those of them that were left out (tests and test infrastructure).
-    exit_code: the test command's; None when it did not run. seconds: wall clock.
+    exit_code: the test command's; None when it did not run. timed_out: it ran into the time limit. seconds: wall clock.
     """
 
     resolved: bool
@@ -51,6 +51,7 @@ class Verdict:
     patch_applied: bool = False
     patch_empty: bool = False
     exit_code: int | None = None
+    timed_out: bool = False
     seconds: float = 0.0
 
 
@@ -135,7 +136,7 @@ def _judge(task: Task, verdict: Verdict, ran: Ran) -> tuple[Verdict, str]:
     verdict = replace(verdict, status=found.status, failed_f2p=f2p, failed_p2p=p2p, disputed=found.disputed,
                       log=ran.output, exit_code=ran.code)
     if ran.timed_out:
-        return replace(verdict, reason="the tests ran into the time limit"), ""
+        return replace(verdict, timed_out=True, reason="the tests ran into the time limit"), ""
     if not found.status:
         return replace(verdict, valid=False, reason=f"no test result in the log (exit status {ran.code})"), ""
     if failed := f2p + p2p:

@@ -44,14 +44,14 @@ class Real:
 
 
 PYTEST = "python3 -m pytest -rA -p no:cacheprovider"
-MOCHA = "mocha --reporter spec --check-leaks --ui qunit test/"
+MOCHA = "mocha --reporter tap --check-leaks --ui qunit test/"
 REAL = (
     Real("mahmoud/boltons", "1e61524", ("tests",), "python", f"{PYTEST} tests/test_strutils.py", "parse_log_pytest"),
     Real("mahmoud/boltons", "6cac49c", ("tests",), "python", f"{PYTEST} tests/test_dictutils.py", "parse_log_pytest"),
     Real("Masterminds/semver", "b1bb761", ("constraints_test.go",), "go", "go test -v ./...", "parse_log_gotest"),
     Real("Masterminds/semver", "9f3b646", ("constraints_test.go",), "go", "go test -v ./...", "parse_log_gotest"),
-    Real("jshttp/cookie", "042073f", ("test",), "js", MOCHA, "parse_log_js"),
-    Real("jshttp/cookie", "e248786", ("test",), "js", MOCHA, "parse_log_js"),
+    Real("jshttp/cookie", "042073f", ("test",), "js", MOCHA, "parse_log_tap"),
+    Real("jshttp/cookie", "e248786", ("test",), "js", MOCHA, "parse_log_tap"),
     Real("dtolnay/semver", "b2d8468", ("tests",), "rust", "cargo test --offline --no-fail-fast", "parse_log_cargo"),
     Real("dtolnay/semver", "af79743", ("tests",), "rust", "cargo test --offline --no-fail-fast", "parse_log_cargo"),
 )

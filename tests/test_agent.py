@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import pytest
 
@@ -276,6 +277,54 @@ def test_outcomes_come_back_in_order_one_for_each_attempt(monkeypatch):
     assert [o.attempt.id for o in outcomes] == [f"a{i}" for i in range(11)] and len(heard) == 11
     assert all(o.trouble is None and o.verdict.resolved for o in outcomes)
     assert engine.announced == 4
+
+
+def test_a_task_that_cannot_be_opened_is_named_and_not_tried_again(monkeypatch):
+    from oprd.sandbox.box import Unusable
+
+    opened = []
+
+    def refuse(task):
+        opened.append(task.instance_id)
+        if task.instance_id == "bad":
+            raise Unusable("bad: an agent could find the solution: /home/fix.patch exists")
+        return nullcontext(Box())
+
+    runner = pool(Engine([call("submit")]), monkeypatch, workers=1)
+    runner.open_box = refuse
+    bad = replace(TASK, instance_id="bad")
+    outcomes = runner.run([Attempt("a", bad, 0), Attempt("b", TASK, 0)])
+    assert [o.trouble for o in outcomes] == ["unusable_task", None] and opened.count("bad") == 1
+    assert "fix.patch" in outcomes[0].why and outcomes[0].trajectory is None
+    with pytest.raises(ValueError, match="none of the tasks can be attempted: bad: an agent"):
+        runner.open_box = lambda task: refuse(bad)
+        runner.run([Attempt("a", bad, 0), Attempt("b", TASK, 0)])
+
+
+def test_tests_that_somebody_killed_are_graded_again_and_a_patch_that_kills_them_is_a_failure(monkeypatch):
+    killed, good = Verdict(False, reason="no test result", valid=False, exit_code=137), Verdict(True, exit_code=0)
+    given = iter([killed, good])
+    runner = pool(Engine([call("submit")]), monkeypatch)
+    monkeypatch.setattr(pool_module, "verify", lambda task, patch, box, seconds: next(given))
+    assert runner.run([Attempt("a", TASK, 0)])[0].verdict.resolved
+    failed = Verdict(False, reason="1 test did not pass", exit_code=137)
+    given = iter([failed, failed])
+    outcome = runner.run([Attempt("b", TASK, 0)])[0]
+    assert outcome.trouble is None and not outcome.verdict.resolved
+    given = iter([replace(failed, timed_out=True)])  # our own limit: once is enough
+    assert not runner.run([Attempt("c", TASK, 0)])[0].verdict.resolved
+
+
+def test_a_tools_answer_is_cut_to_a_number_of_tokens():
+    from oprd.rollout.acting import Cap
+
+    text = " ".join(f"word{i}" for i in range(400))
+    cut = Cap(CHAT.tokenizer, 100)(text)
+    head, _, rest = cut.partition("\n[... ")
+    left, _, tail = rest.partition(" tokens left out ...]\n")
+    assert text.startswith(head) and text.endswith(tail) and len(CHAT.tokenizer.encode(head + tail)) <= 102
+    assert int(left) == len(CHAT.tokenizer.encode(text)) - 100
+    assert Cap(CHAT.tokenizer, 10**6)(text) == text and Cap(CHAT.tokenizer, 100)("caf\u00e9" * 20) == "caf\u00e9" * 20
 
 
 def test_a_broken_machine_is_tried_again_then_named_and_never_a_reward_of_0(monkeypatch):
