@@ -128,8 +128,8 @@ def test_another_teacher_or_setting_changes_the_gradient():
     batch = collate(normalise([example([1, 1, 1], "failure", name="kl")]))
     seen = set()
     for seed, settings in [(1, {}), (2, {}), (1, {"k": 4}), (1, {"temperature": 0.5}), (1, {"direction": "forward"}),
-                           (1, {"support": "full"})]:
+                           (1, {"support": "full"}), (1, {"support": "tail"}), (1, {"support": "generalised"})]:
         model = Table(7, 0)
         batch_loss(model, Table(7, seed), batch, Distillation(**{"k": 3, **settings}))[0].backward()
         seen.add(round(model.table.grad.pow(2).sum().item(), 12))
-    assert len(seen) == 6
+    assert len(seen) == 8

@@ -249,6 +249,19 @@ def test_fp32_inputs_are_close_to_the_definition():
     torch.testing.assert_close(loss.double(), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("support", SUPPORTS)
+def test_float32_is_within_a_millionth_of_the_definition_and_its_gradients_within_five(support, direction, tile):
+    tile(32, 32 * GROUP)
+    student, teacher, upstream = made(64, 4001, Ds=32, Dt=24, dtype=torch.float32, scale=0.5)
+    sides = []
+    for run in (topk_kl, topk_kl_definition):
+        loss = run(*student, *teacher, 100, 0.6, direction, support)[0]
+        sides.append([loss.detach(), *torch.autograd.grad(loss, student, upstream.to(loss.dtype))])
+    for a, b, limit in zip(*sides, (1e-6, 5e-6, 5e-6)):
+        assert (a.double() - b.double()).norm() <= limit * b.double().norm()
+
+
 def test_autocast_does_not_round_the_logits():
     student, teacher, _ = made(16, 101, dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
