@@ -55,7 +55,7 @@ from oprd.rollout.groups import GroupPolicy, GroupSettings
 from oprd.rollout.grm import judge_all
 from oprd.rollout.harness import Harness
 from oprd.rollout.native import NativeEngine
-from oprd.rollout.prompt_report import prompt_report, prompt_table
+from oprd.rollout.prompt_report import check_known, prompt_report, prompt_table
 from oprd.rollout.records import Keeper
 from oprd.rollout.rft import Filtration, FiltrationSettings
 from oprd.rollout.road import Road, Routed, Teacher
@@ -355,6 +355,7 @@ def evaluate_model(config: Config, path: Path, folder: Path, name: str) -> Repor
     chat, e = chat_of(config, path, acts=True), config.eval
     tasks = read_tasks(data_file(config, "eval"), config.data)
     tasks = tasks[: e.tasks or len(tasks)]
+    check_known(tasks)
     harness, engine = Harness(config, chat), engine_of(config, hf.load(path), 0, path)
     harness.sweep()
     attempts = attempts_at(tasks, e.attempts, config.run.seed, "eval")

@@ -28,8 +28,8 @@ ACTS = ("oprd", "rl", "rft", "eval")  # stages that attempt tasks
 
 MAY_CHANGE = ("run.folder", "parallel.", "run.threads", "train.keep", "train.checkpoint_every", "rollout.verifiers",
               "rollout.record", "rollout.check_attempts", "rollout.difference_alarm", "sglang.", "eval.", "microswe.",
-              *(f"reminders.judge_{name} " for name in ("url", "key_variable", "request_s", "total_s", "concurrency",
-                                                        "cache")))
+              *(f"{who}{name} " for who in ("reminders.judge_", "verifier.") for name in (
+                  "url", "key_variable", "request_s", "total_s", "concurrency", "cache")))
 
 
 def stage_folder(config: Config, stage: str) -> Path:

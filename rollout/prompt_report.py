@@ -10,6 +10,7 @@ from oprd.rollout.answers import response_of
 from oprd.rollout.attempts import Outcome
 from oprd.rollout.tables import columns
 from oprd.sandbox.microif import constraints_of
+from oprd.sandbox.task import Task
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,13 @@ class PromptReport:
                 "eval/all_met": self.complete / n, "eval/answers": n, "eval/tokens_per_answer": self.tokens,
                 "eval/items_met": sum(self.met.values()) / max(1, sum(self.asked.values())),
                 **{f"eval/met_{kind}": self.met.get(kind, 0) / m for kind, m in self.asked.items()}}
+
+
+def check_known(tasks: Sequence[Task]) -> None:
+    """ValueError for a task that no evaluation can judge: a prompt without constraints."""
+    if unknown := next((t for t in tasks if not t.fail_to_pass and not constraints_of(t)), None):
+        raise ValueError(f"{unknown.instance_id} has no constraints, so an evaluation cannot know whether an answer is "
+                         "right; give it some, or train on it with rl.reward = checklist only")
 
 
 def prompt_report(outcomes: Sequence[Outcome]) -> PromptReport:

@@ -8,6 +8,7 @@ import pytest
 from oprd.core.settings import MicroIF
 from oprd.rollout import microif_files
 from oprd.rollout.checklist import checklists, problems
+from oprd.rollout.prompt_report import check_known
 from oprd.sandbox.microif import Constraint, answer, constraints_of, generate, read_prompts, task_row
 from oprd.sandbox.microswe import FAMILIES
 
@@ -60,6 +61,13 @@ def test_files_are_written_once_and_read_back(tmp_path):
     assert len(rows) == 60 and {r["messages"][2]["content"] for r in rows[1::2]} == {"yes", "no"}
     with pytest.raises(ValueError, match="microif_sft.jsonl exists"):
         microif_files.make(tmp_path, size, 0, "s")
+
+
+def test_a_prompt_of_unknown_truth_cannot_be_evaluated():
+    task = generate(0, 0)
+    check_known([task])
+    with pytest.raises(ValueError, match="microif__train-0-0 has no constraints"):
+        check_known([task, type(task)(**{**vars(task), "meta": {}})])
 
 
 @pytest.mark.parametrize("row,message", [
