@@ -25,26 +25,31 @@ PROBES, PROBE_TOKENS = 4, 32
 
 class Publisher:
     """What rollout/update.py needs of a trainer. source: the Hugging Face folder training started from. dtype: of what
-    is sent, `float32` or `bfloat16`; empty: as the folder stores it. Raises ValueError for a folder whose tensors are
-    not exactly the model's and the known carried ones."""
+    is sent, `float32` or `bfloat16`; empty: as the folder stores it (`send_as` may change it). Raises ValueError for a
+    folder whose tensors are not exactly the model's and the known carried ones."""
 
     def __init__(self, source: Path, dtype: str, bucket_bytes: int, backend: str, seconds: float,
                  device: str | torch.device = "cpu"):
         self.source, self.config, stored = source, hf.load_config(source), read_headers(source)
         hf.check_coverage(stored, self.config)
-        self._dtype, self._bucket_bytes, self.backend = dtype, bucket_bytes, backend
+        self._stored, self._bucket_bytes, self.backend = stored, bucket_bytes, backend
         self._seconds, self._device = seconds, device
-        headers = hf.recast(stored, getattr(torch, dtype)) if dtype else stored.headers
+        self.send_as(dtype)
+        self.vocab = self.config.vocab_size
+        generator = torch.Generator().manual_seed(0)
+        # without the last id of the vocabulary, which SGLang (0.5.20) reports as 0 among its input ids
+        self.probes = torch.randint(self.vocab - 1, (PROBES, PROBE_TOKENS), generator=generator).tolist()
+
+    def send_as(self, dtype: str) -> None:
+        """Send in another dtype; what the folder keeps wider than its embedding stays so."""
+        self._dtype = dtype
+        headers = hf.recast(self._stored, getattr(torch, dtype)) if dtype else self._stored.headers
         # A head that is tied to the embedding is the embedding: the server makes it from that.
         self.form: Form = {
             name: (DTYPES[entry.dtype], tuple(entry.shape)) for file, header in headers.items()
             for name, entry in entries(header, file).items()
             if not is_untouched(name) and not is_extra_head(name, self.config)}
-        self.vocab = self.config.vocab_size
         self.wide = any(dtype == torch.float32 and len(shape) > 1 for dtype, shape in self.form.values())
-        generator = torch.Generator().manual_seed(0)
-        # without the last id of the vocabulary, which SGLang (0.5.20) reports as 0 among its input ids
-        self.probes = torch.randint(self.vocab - 1, (PROBES, PROBE_TOKENS), generator=generator).tolist()
 
     def buckets(self, model: Model) -> Iterator[Bucket]:
         """The model's weights, whole tensors under the folder's names."""

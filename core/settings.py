@@ -171,9 +171,9 @@ class SGLang(Section):
     address: str = Field("", description="where servers find the trainer; empty: its address on the way to them")
     bucket_mib: int = Field(64, ge=1, description="size of one bucket of weights; two are in memory")
     update_s: float = Field(120.0, gt=0, description="seconds for any one step of an update")
-    dtype: Literal["", "float32", "bfloat16"] = Field("", description="of the weights sent; empty: as model.path has")
+    dtype: Literal["", "float32", "bfloat16"] = Field("", description="of the weights sent; empty: as the servers say")
     probe_tolerance: float = Field(0.0, ge=0, description="mean difference of log-probabilities to the trainer's that "
-                                                          "an update may leave; 0: 1e-5 in float32, else 0.05")
+                                                          "an update may leave; 0: 1e-5 in float32, else 0.15")
 
 
 class SandboxSettings(Section):

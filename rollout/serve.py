@@ -147,6 +147,9 @@ def serve(config: Config, publisher: Publisher, model: Path, weights: Any, versi
             if server.most_tokens and server.most_tokens < r.max_context_tokens:
                 raise ValueError(f"rollout.max_context_tokens = {r.max_context_tokens} must not exceed what {server} "
                                  f"takes = {server.most_tokens}; start it with more")
+        serving = {server.dtype for server in servers}
+        if not s.dtype and len(serving) == 1 and serving <= {"float32", "bfloat16"}:
+            publisher.send_as(*serving)  # what a server would round, or widen after we have rounded it
         updater = Updater(publisher, folder / "weights", s.update, s.update_s, s.probe_tolerance, s.address)
         engine = Served(managed, servers, updater, publisher.vocab, s.ready_s, turn_s=s.turn_s, retries=s.retries,
                         health_s=s.health_s)
