@@ -109,14 +109,14 @@ class SGLangEngine:
     def load(self, weights: Any, version: int) -> None:
         """Bring the trainer's weights to all servers and prove them there. Turns that are under way are cut and go on
         under the new weights. Raises Unserved when no server came through."""
-        self._router.close()
-        self._quiet()
-        for server in self._router.servers:
+        for server in self._router.servers:  # while the others go on
             if server.state == DEAD:
                 try:
                     self.revive(server)
                 except (Lost, Refused) as problem:
                     log.warning("rollout server %s stays dead: %s", server, problem)
+        self._router.close()
+        self._quiet()
         self._updater.update(self._router.servers, weights, version)
         self.version = version
         self._router.open()
