@@ -203,7 +203,7 @@ JEST = Runner(lambda log: worst(jest_log(log)), _jest_files, counting(r"^Tests: 
               telling(r"^Test(?:s| Suites): .*\d+ failed|^● Test suite failed to run"))
 MOCHA = Runner(lambda log: worst(mocha_log(log)), without(r"^ +\d+ passing\b.*\Z"), counting(r"^ +(\d+) passing\b"),
                telling(r"^ +\d+ failing\b"))
-VITEST = Runner(lambda log: worst(vitest_log(log)), _vitest_own, counting(r"^\s*Tests\s+(?:.*?(\d+) passed)?"),
+VITEST = Runner(lambda log: worst(vitest_log(log)), _vitest_own, ends_with(r"^\s*Tests\s+\d+ "),  # files pass, too
                 telling(r"^ *(?:Tests|Test Files)\s+\d+ failed|^ *Errors\s+\d+ error"))
 NODE = Runner(lambda log: worst(node_log(log)), _node_own, ends_with(r"^ℹ pass \d+"),
               telling(r"^ℹ (?:fail|cancelled) [1-9]"))

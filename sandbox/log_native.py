@@ -102,10 +102,10 @@ automake_log = table(rule(r"(?P<said>PASS|FAIL|SKIP|XFAIL|XPASS|ERROR): (?P<test
 CTEST = Runner(lambda log: worst(ctest_log(log)), whole, lambda log, runs: _ctest_passes(log),
                telling(r"\b[1-9]\d* tests failed out of|^Errors while running CTest"))
 GTEST = Runner(lambda log: worst(gtest_log(log)), whole, lambda log, runs: _GTEST_COUNT(log, 0),
-               telling(r"^\[ +FAILED +\] [1-9]\d* test"))
+               telling(r"^(?:\d+: )?\[ +FAILED +\] [1-9]\d* test"))
 AUTOMAKE = Runner(lambda log: worst(automake_log(log)), whole, counting(r"^# PASS: +(\d+)$"),
                   telling(r"^# (?:FAIL|XPASS|ERROR): +[1-9]"))
-_GTEST_COUNT = counting(r"^\[ +PASSED +\] (\d+) tests?\.")
+_GTEST_COUNT = counting(r"^(?:\d+: )?\[ +PASSED +\] (\d+) tests?\.")  # ctest -V numbers the lines
 
 
 def _ctest_passes(log: str) -> float | None:

@@ -32,7 +32,7 @@ def phpunit_log(log: str) -> Iterator[Seen]:
             yield Seen(match[1], ERROR if heading == "error" else FAILED)
 
 
-PHPUNIT = Runner(lambda log: worst(phpunit_log(log)), without(r"^Time: .*\Z"), ends_with(r"^OK\b|^Tests: +\d+"),
+PHPUNIT = Runner(lambda log: worst(phpunit_log(log)), without(r"^Time: .*\Z"), ends_with(r"^OK\b|^\s*Tests: +\d+"),
                  telling(r"^(?:ERRORS|FAILURES)!|Tests: +[1-9]\d* failed"))
 
 # rspec, minitest, test-unit --------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Mapping
 
 from oprd.sandbox import log_js, log_js_sets, log_jvm, log_native, log_other, log_python, log_scripts
 from oprd.sandbox.log_lines import (ERROR, FAILED, PASSED, SKIPPED, XFAIL, XPASS, Parser, Runner, clean, counting,
-                                    settled, telling, whole, worst)
+                                    ends_with, settled, telling, whole, worst)
 from oprd.sandbox.log_python import UNITTEST_TEST, unittest_id
 
 __all__ = ["ERROR", "FAILED", "PASSED", "SKIPPED", "XFAIL", "XPASS", "Opinion", "canonical_id", "check_parser",
@@ -24,7 +24,8 @@ __all__ = ["ERROR", "FAILED", "PASSED", "SKIPPED", "XFAIL", "XPASS", "Opinion", 
 
 RUNNERS: Mapping[str, Runner] = {
     "pytest": log_python.PYTEST, "unittest": log_python.UNITTEST,
-    "django": log_python.UNITTEST._replace(parse=lambda log: worst(log_python.django_log(log))),
+    "django": log_python.UNITTEST._replace(parse=lambda log: worst(log_python.django_log(log)),
+                                           passes=ends_with(r"^Ran \d+ tests? in ")),
     "sympy": Runner(lambda log: worst(log_python.sympy_log(log)), whole,
                     counting(r"^=+ tests finished: (?:(\d+) passed)?"),
                     telling(r"^=+ tests finished: .*(?:failed|exceptions)|^DO \*NOT\* COMMIT")),

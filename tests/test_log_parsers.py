@@ -13,6 +13,7 @@ import pytest
 
 from oprd.sandbox.log_lines import clean, settled
 from oprd.sandbox.logs import NAMED, opinion, parse_log, timeless
+from oprd.sandbox.results import Lookup, read_results
 
 LOGS = Path(__file__).parent / "logs"
 INF = float("inf")
@@ -52,7 +53,7 @@ RUNS = [  # recording, parser, every status, passes of the runner's summary
                                      "skipped": S, "todo": S}, INF)
       for kind, parser in (("spec", "node-test"), ("tap", "tap"))],
     ("vitest_default", "vitest", {f"vit/a.test.mjs > {t}": s for t, s in (
-        ("passes", P), ("fails", F), ("skipped", S), ("todo", S), ("slow", P))}, 2),
+        ("passes", P), ("fails", F), ("skipped", S), ("todo", S), ("slow", P))}, INF),
     ("maven_surefire", "surefire", {"ex.BTest": P, "ex.ATest": F, "ex.ATest.errors": E, "ex.ATest.fails": F}, INF),
     ("maven_single_method", "surefire", {"ex.ATest": P}, INF), ("maven_compile_error", "surefire", {}, INF),
     ("ctest", "ctest", {"unit.all": F, "ok_test": P, "fail_test": F, "name": F, "slow_test": F, "skip_test": S,
@@ -137,12 +138,51 @@ def test_the_second_opinion_sees_through_printed_results():
     assert opinion("parse_log_elixir", "anything") is None
 
 
+@pytest.mark.parametrize("name, log", [
+    ("parse_log_vitest", " \u2713 a.test.ts (2 tests) 20ms\n   \u2713 one 1ms\n   \u2713 two 1ms\n\n"
+                         " Tests  2 passed (2)\n"),
+    ("parse_log_googletest", "1: [       OK ] S.N (0 ms)\n1: [  PASSED  ] 1 test.\n"),
+    ("parse_log_php_v1", "   \u2713 it works   0.03s\n\n  Tests:    1 passed (1 assertions)\n"),
+    ("parse_log_django", "test_a (m.T) ... ok\nCreating ... \nok\nRan 1 test in 0.1s\n\nOK\n"),
+    ("parse_log_karma", "Starting browser Chrome\n  S\n    \u2714 a\nSUMMARY:\n\u2714 1 test completed\n"),
+    ("parse_log_cpp_v4", " 1/1 Test  #1: foo .....   Passed    0.01 sec\n100% tests passed, 0 tests failed out of 1\n"),
+    ("parse_log_maven", "+ mvn -B -Dtest=A#b\n[INFO] BUILD SUCCESS\n"),
+    ("parse_log_gradle_custom", "a.B > c PASSED\n\nBUILD SUCCESSFUL in 3s\n"),
+    ("parse_log_ruby_unit", "  test_a:\t.: (0.1)\n1 tests, 1 assertions, 0 failures, 0 errors, 0 pendings, "
+                            "0 omissions\n"),
+    ("parse_log_ruby_v2", "A#test_b = 0.10 s = .\n1 runs, 1 assertions, 0 failures, 0 errors, 0 skips\n"),
+])
+def test_an_honest_log_raises_no_doubt_in_any_sets_form(name, log):
+    status = parse_log(name, log)
+    found = read_results(name, log, 0, "run", tuple(status), ())
+    assert status and found.doubt == "" and found.failed_f2p == () and found.runner
+
+
 @pytest.mark.parametrize("test, name", [
     ("adds (3 ms)", "adds"), ("adds [1.3 ms]", "adds"), ("group ran in 3 sec", "group ran"), ("adds (0.5s)", "adds"),
     ("adds (two)", "adds (two)"), ("in 3 steps", "in 3 steps"),
 ])
 def test_a_time_is_no_part_of_a_name(test, name):
     assert timeless(test) == name
+
+
+def test_a_name_is_found_exactly_without_its_time_or_by_its_beginning_if_all_agree():
+    find = Lookup({"t.py::a[1 2]": P, "t.py::a[1 3]": P, "t.py::b[x y]": P, "t.py::b[x z]": F, "adds (3 ms)": P,
+                   "c": S})
+    assert find("t.py::a[1 2]") == P and find("t.py::a[1") == P  # cut off inside its parameters
+    assert find("t.py::b[x") is None and find("t.py::a") is None and find("t.py::a[1 2") == P
+    assert find("adds") == find("adds (12 ms)") == find(" adds ") == P and find("c") == S and find("d") is None
+
+
+def test_a_bad_end_that_no_failure_explains_is_doubted_and_one_that_is_explained_is_not():
+    good = "--- PASS: TestA (0.00s)\nok  \tx/a\t0.1s\n"
+    broken = good + "FAIL\tx/b [build failed]\n"
+    assert read_results("parse_log_gotest", broken, 1, "go test -v ./...", ("TestA",), ()).doubt == ""
+    assert "exit status is 1" in read_results("parse_log_gotest", good, 1, "go test -v ./...", ("TestA",), ()).doubt
+    failing = good + "--- FAIL: TestB (0.00s)\nFAIL\tx/b\t0.1s\n"
+    assert "exit status is 0" in read_results("parse_log_gotest", failing, 0, "go test -v ./...", ("TestA",), ()).doubt
+    for masks in ("go test -v ./... | tee log", "go test -v ./... || true", "go test -v ./...; true"):
+        assert read_results("parse_log_gotest", failing, 0, masks, ("TestA",), ()).doubt == ""
 
 
 # --- against the parsers of the swebench package --------------------------------------------------------------------

@@ -193,6 +193,33 @@ def test_a_patch_that_decides_for_the_runner_does_not_resolve(source, reason):
     assert not verdict.resolved and verdict.valid and reason in verdict.reason, verdict
 
 
+PYTEST = replace(TASK, fail_to_pass=("tests/test_words.py::Test::test_add",), install_config={
+    "test_cmd": ["python -m pytest -rA -p no:cacheprovider"], "log_parser": "parse_log_pytest"},
+    pass_to_pass=("tests/test_words.py::Test::test_keep",))
+NAME = PYTEST.fail_to_pass[0]
+SUMMARY = f"{'=' * 27} short test summary info {'=' * 28}\nPASSED {NAME}\n{'=' * 10} 9 passed in 0.01s {'=' * 10}\n"
+
+
+@pytest.mark.parametrize("source, reason", [
+    ("def add(a, b):\n    import pytest\n    pytest.xfail('later')\n", f"first {NAME}: XFAIL"),
+    ("def add(a, b):\n    import pytest\n    pytest.skip('later')\n", f"first {NAME}: missing"),
+    (f"def keep(a, say=print):\n    say('PASSED {NAME}')\n    return a\n", "did not pass"),  # replayed by -rA
+    (f"import atexit, base64\natexit.register(lambda: print(base64.b64decode({base64.b64encode(SUMMARY.encode())!r})"
+     ".decode()))\n", f"first {NAME}: disputed"),
+])
+def test_what_a_public_sets_parser_would_take_for_a_pass_is_none(source, reason):
+    with open_local(PYTEST) as box:
+        box.write("src/words.py", (SOURCE + source).encode())
+        patch = extract_patch(box)
+    verdict = verify(PYTEST, patch, open_local)
+    assert not verdict.resolved and verdict.valid and reason in verdict.reason, verdict
+    assert verdict.failed_f2p == PYTEST.fail_to_pass
+
+
+def test_a_public_sets_parser_grades_the_fix():
+    assert verify(PYTEST, PATCH.encode(), open_local).resolved
+
+
 JS_PATCH = """diff --git a/add.js b/add.js
 --- a/add.js
 +++ b/add.js
