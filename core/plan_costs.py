@@ -26,7 +26,7 @@ from oprd.core.model import Block, Model
 from oprd.core.moe import MoE
 from oprd.core.optim import AdamW
 from oprd.core.settings import Parallel
-from oprd.kernels.cross_entropy import CHUNK_ELEMENTS
+from oprd.kernels.cross_entropy import WEIGHTED_ELEMENTS
 from oprd.kernels.delta_rule import CHUNK
 from oprd.parallel.mesh import Mesh, Sizes
 from oprd.parallel.reducer import IN_FLIGHT, Reducer
@@ -36,8 +36,8 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Work:
-    """One optimizer step: `rows` of `length` tokens each, `tokens` in a forward (student's and teacher's together), with
-    or without a teacher that reads as much."""
+    """One optimizer step: `rows` of `length` tokens each, `tokens` in a forward (student's and teacher's together),
+    with or without a teacher that reads as much."""
 
     rows: int
     length: int
@@ -137,7 +137,7 @@ def _state(model: Model, mesh: Mesh, parallel: Parallel) -> dict[str, int]:
 def _logits(config: ModelConfig, mesh: Mesh, tokens: int, teacher: bool) -> int:
     """Bytes of the logits of one chunk, as kernels/cross_entropy.py cuts them on a GPU, and of two copies of it."""
     local = -(-config.vocab_size // mesh.tp.size)
-    rows = min(-(-tokens // mesh.cp.size), max(1, CHUNK_ELEMENTS["cuda"] // local))
+    rows = min(-(-tokens // mesh.cp.size), max(1, WEIGHTED_ELEMENTS["cuda"] // local))
     return 4 * rows * local * (4 if teacher else 3) + 4 * local * config.hidden_size  # the head's gradient in fp32
 
 

@@ -64,7 +64,7 @@ class Stopped(Exception):
 class Trainer:
     """One stage's training state in `folder`: checkpoints/, metrics.jsonl, tensorboard/, and at the end model/.
 
-    On a mesh every rank has a Trainer and calls the same methods; the first one alone asks the supply and writes curves.
+    On a mesh every rank has a Trainer and calls the same methods; the first alone asks the supply and writes curves.
     """
 
     def __init__(self, plan: Plan, folder: Path, start: Path, resume: bool, mesh: Mesh = Mesh(),
@@ -80,8 +80,8 @@ class Trainer:
         state = checkpoint.load(found, mesh.world.rank) if found else None
         if state and state.position.get("steps") != plan.steps:
             raise ValueError(f"{found} was made for {state.position.get('steps')} steps, the settings now give "
-                             f"{plan.steps}; resume with the train.steps (or train.epochs, train.batch and rows) it was "
-                             "started with")
+                             f"{plan.steps}; resume with the train.steps (or train.epochs, train.batch and rows) it "
+                             "was started with")
         made = dict(dtype=torch.bfloat16 if parallel.weights == "bf16" else torch.float32, mesh=mesh)
         build = (lambda **more: hf.blank(hf.load_config(start), **made, **more)) if state else (
             lambda **more: hf.load(start, **made, **more))
@@ -100,8 +100,9 @@ class Trainer:
 
     def run(self, supply: Supply | None, updated: Callable[[int], None] = lambda step: None,
             shown: Sequence[str] = ("train/loss",), remember: Callable[[], Any] = lambda: None) -> None:
-        """Train to the end and write `model/`. supply: needed on the first rank. remember: what the supply knows from earlier steps, as JSON; saved with
-        every checkpoint. Raises Stopped after SIGINT or SIGTERM, and when supply raises it, with everything saved."""
+        """Train to the end and write `model/`. supply: needed on the first rank. remember: what the supply knows from
+        earlier steps, as JSON; saved with every checkpoint. Raises Stopped after SIGINT, SIGTERM or SIGUSR1, and when
+        supply raises it, with everything saved."""
         plan, self._remember, first = self.plan, remember, self.mesh.first
         with (Log(self.folder, self.step) if first else nullcontext()) as book, _StopSignal() as stop:
             bar = Progress(plan.steps, self.step, self.folder.name) if first else None
@@ -247,11 +248,11 @@ class Saving(Thread):
 
 
 class _StopSignal:
-    """Turns the first SIGINT or SIGTERM into a flag read at step boundaries; a second one acts as usual."""
+    """Turns the first SIGINT, SIGTERM or SIGUSR1 into a flag read at step boundaries; a second one acts as usual."""
 
     def __enter__(self) -> "_StopSignal":
         self.asked = False
-        self._before = {s: signal.signal(s, self._ask) for s in (signal.SIGINT, signal.SIGTERM)}
+        self._before = {s: signal.signal(s, self._ask) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
         return self
 
     def _ask(self, number, frame) -> None:

@@ -10,7 +10,7 @@ import traceback
 import torch
 import torch.distributed as dist
 
-SECONDS = 170
+SECONDS = 170  # a starved machine needs them
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
 
