@@ -359,12 +359,13 @@ def evaluate_model(config: Config, path: Path, folder: Path, name: str) -> Repor
     harness, engine = Harness(config, chat), engine_of(config, hf.load(path), 0, path)
     harness.sweep()
     attempts = attempts_at(tasks, e.attempts, config.run.seed, "eval")
-    bar = Progress(len(attempts) * (2 if e.following else 1), name=f"eval {name}")  # and the retries
+    bar = Progress(len(attempts) * (2 if e.following else 1), name=f"eval {name}")
     outcomes: list[Outcome] = []
 
     def done(outcome: Outcome) -> None:
         outcomes.append(outcome)
-        bar.advance({})
+        if outcome.attempt.origin == "task":  # nobody knows beforehand how many retries there are
+            bar.advance({})
 
     try:
         passes = Passes(harness.reminding if e.following else None, harness.globals if e.retry else None)

@@ -53,8 +53,8 @@ class Annotation:
 def annotate(path: Path, rubric: Rubric, audit: Audit,
              each: Callable[[Callable, Sequence], list] = lambda do, items: [do(item) for item in items],
              ) -> Iterator[tuple[dict[str, Any], Annotation]]:
-    """One line for one attempt of a file, with the running Annotation: {"id", "task_id", "resolved", "events"}. Attempts
-    that ran with reminders are left out: their errors are not the policy's own. each: does several at once."""
+    """One line for one attempt of a file, with the running Annotation: {"id", "task_id", "resolved", "events"}.
+    Attempts that ran with reminders are left out: their errors are not the policy's own. each: does several at once."""
     found = Annotation(name_of(path))
     free = ((row, trajectory) for row, trajectory in read_records(path) if reminder_free(row))
     while some := list(islice(free, AT_ONCE)):

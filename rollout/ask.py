@@ -58,8 +58,8 @@ class Asker:
                 answer = self.completer.complete([*messages, *again])
                 return answer, read(answer)
             except NoAnswer as why:
-                if str(why) == "skipped":
-                    self.counts.add("skipped")
+                if str(why) in ("skipped", "too_long"):  # the others are counted where they come from
+                    self.counts.add(str(why))
                 return None, None
             except Malformed as problem:
                 self.counts.add("malformed")
@@ -98,9 +98,11 @@ class EngineChat:
         self._context, self._new = max_context_tokens, max_new_tokens
 
     def complete(self, messages: Messages) -> str:
-        ids = self._prompt(messages) if self.engine else []
-        if not ids or len(ids) + self._new > self._context:
+        if self.engine is None:
             raise NoAnswer("refused")
+        ids = self._prompt(messages)
+        if len(ids) + self._new > self._context:
+            raise NoAnswer("too_long")
         session = f"judge/{Cache.key(list(messages))}/{id(ids)}"  # a session takes one request at a time
         try:
             done = self.engine.generate(session, ids, Sampling(0.0, 1.0, self._new, tuple(self._chat.stop_ids)), 0)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from oprd.core.disk import check_free, write_jsonl
 from oprd.core.settings import Config
-from oprd.rollout import reward_commands
+from oprd.rollout import reminder_commands, reward_commands
 from oprd.rollout.harness import box_opener
 from oprd.rollout.match_rules import match_lines
 from oprd.rollout.rubric import load_rubric
@@ -86,4 +86,5 @@ def check_tasks(config: Config, options, progress) -> None:
           (", ".join(f"{n} {state}" for state, n in sorted(states.items()) if state != "ok") or "none left out"))
 
 
-COMMANDS = {"match-rules": match_rules, "parse-log": parse_test_log, **reward_commands.COMMANDS}
+COMMANDS = {"match-rules": match_rules, "parse-log": parse_test_log, **reward_commands.COMMANDS,
+            **reminder_commands.COMMANDS}

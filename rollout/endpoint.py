@@ -38,7 +38,8 @@ Messages = Sequence[Mapping[str, str]]  # {"role": "system" | "user" | "assistan
 
 
 class NoAnswer(Exception):
-    """The question stays unanswered; the message is why: timed_out, rate_limited, failed, refused or skipped."""
+    """The question stays unanswered; the message is why: timed_out, rate_limited, failed, refused, skipped,
+    or too_long (for the engine's context)."""
 
 
 class Malformed(ValueError):

@@ -102,8 +102,9 @@ class Passes:
     globals: Callable[[Sequence[Outcome]], Sequence[Reminded]] | None = None
 
 
-def evaluate(attempts: Sequence[Attempt], pool: Attempts, events: Callable[[Sequence[Outcome]], Iterable[Sequence[Event]]],
-             passes: Passes = Passes(), on_done=lambda outcome: None) -> Report:
+def evaluate(attempts: Sequence[Attempt], pool: Attempts,
+             events: Callable[[Sequence[Outcome]], Iterable[Sequence[Event]]], passes: Passes = Passes(),
+             on_done=lambda outcome: None) -> Report:
     """Run the attempts without reminders, count their error events, and make the passes asked for."""
     outcomes = pool.run(attempts, on_done=on_done)
     judged = [o for o in outcomes if not o.trouble]
@@ -120,7 +121,8 @@ def evaluate(attempts: Sequence[Attempt], pool: Attempts, events: Callable[[Sequ
                   dict(Counter(o.trajectory.ending.value for o in judged)), tokens, reminded, retry)
 
 
-def _retry(failed: Sequence[Outcome], pool: Attempts, globals_: Callable, reminding: Reminding | None, on_done) -> Retry:
+def _retry(failed: Sequence[Outcome], pool: Attempts, globals_: Callable, reminding: Reminding | None,
+           on_done) -> Retry:
     found = list(zip(failed, globals_(failed), strict=True))
     again = [Attempt(f"{o.attempt.id}/retry", o.attempt.task, o.attempt.seed + RETRY, origin="retry",
                      start=(r.control or r).global_)

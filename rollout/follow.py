@@ -24,7 +24,7 @@ COMMAND = re.compile(r"`((?:git|python|pytest|go|gofmt|rg|find|ls|cargo|npm|make
 PATH = re.compile(r"[\w.-]+(?:/[\w.-]+)+")
 LITERAL = re.compile(r"\w\(\s*[\"'](\w+)[\"']")  # of a target such as f("x")
 CONDITION = re.compile(r"\b(?:if|elif|else|case|when|switch|match|unless)\b")
-DEFINITION = re.compile(r"^[+-]?\s*(?:pub |export |async |public |private |static )*(?:def|func|function|fn|class)\s+\w+.*$",
+DEFINITION = re.compile(r"^\s*(?:pub |export |async |public |private |static )*(?:def|func|function|fn|class)\s+\w+.*$",
                         re.M)
 TEST_FILE = re.compile(r"(^|/)(tests?|specs?|__tests__)/|(^|/)(test_|conftest|check\.py)|(_test|\.test|_spec|\.spec)\.")
 LOOKERS = {"rg", "grep", "find", "fd", "ls", "tree", "cat", "head", "tail", "less", "nl", "ag"}

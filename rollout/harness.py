@@ -7,8 +7,8 @@ from contextlib import ExitStack
 from typing import Callable, Sequence, TypeVar
 
 from oprd.core.chat import Chat
-from oprd.core.types import Reminder
 from oprd.core.settings import Config, Eval, Rollout
+from oprd.core.types import Reminder, Trajectory
 from oprd.rollout import utility
 from oprd.rollout.agent import AgentLimits, Remind, Reminding
 from oprd.rollout.answers import Answers
@@ -27,7 +27,7 @@ from oprd.rollout.prefix import PrefixSampling, PrefixSettings
 from oprd.rollout.rewarders import Rewarders
 from oprd.rollout.rubric import MICRO, Rubric, load_rubric
 from oprd.rollout.scripted import ScriptedJudge
-from oprd.rollout.select import Dropped, SelectSettings, annotate_trajectory, decide, remind
+from oprd.rollout.select import Annotation, Dropped, SelectSettings, annotate_trajectory, decide, remind
 from oprd.rollout.teach import Reminded
 from oprd.sandbox.box import Limits
 from oprd.sandbox.opener import opener
@@ -137,11 +137,13 @@ class Harness:
 
     def reminded(self, outcome: Outcome) -> Reminded:
         """The reminders of one finished attempt, for its teacher, before any control."""
-        task, trajectory = outcome.attempt.task, outcome.trajectory
-        local = annotate_trajectory(task.problem_statement, trajectory, self.rubric, self.judge, self.selection,
-                                    unread=False)
+        local = self.local(outcome.attempt.task.problem_statement, outcome.trajectory)
         whole, dropped = self.global_(outcome)
         return Reminded(whole, local.reminders, local.dropped + dropped)
+
+    def local(self, statement: str, trajectory: Trajectory) -> Annotation:
+        """The Turn-local Reminders of a finished attempt, post hoc."""
+        return annotate_trajectory(statement, trajectory, self.rubric, self.judge, self.selection, unread=False)
 
     def global_(self, outcome: Outcome) -> tuple[Reminder | None, tuple[Dropped, ...]]:
         """The Global Reminder of a finished attempt, or why there is none."""

@@ -1,7 +1,7 @@
 """Attempts on the disk, one JSON line each: what people read, and what `--stage annotate` reads back.
 
-    {"id", "group", "origin", "task_id", "statement", "ending", "resolved", "trouble", "mode", "fate", "reward", "notes",
-     "turns": [...], "start", "given": [...], "dropped": [...], "probes",
+    {"id", "group", "origin", "task_id", "statement", "ending", "resolved", "trouble", "mode", "fate", "reward",
+     "notes", "turns": [...], "start", "given": [...], "dropped": [...], "probes",
      "teacher": {"local": [...], "global", "dropped": [...], "read"} or null, "patch"}
 
 A turn is {"context": text before it, "reminder": text that it alone saw, "reply": what was sampled, "content",

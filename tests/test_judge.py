@@ -3,7 +3,7 @@
 import pytest
 
 from oprd.core.types import Observation, ToolCall
-from oprd.rollout.judge import Case, NoJudge
+from oprd.rollout.judge import Case, NoJudge, Probe
 from oprd.rollout.rubric import MICRO, load_rubric
 from oprd.rollout.scripted import Ask, ScriptedJudge, read_statement
 
@@ -110,3 +110,36 @@ def test_no_judge_decides_nothing_and_a_category_the_rubric_lacks_is_not_propose
     file = tmp_path / "off.toml"
     file.write_text("[named_path_over_neighbor]\nenabled = false\n")
     assert ScriptedJudge(load_rubric(MICRO, file)).decide(Case(SCOPE, (NEIGHBOUR,))) == []
+
+
+# --- the probe of active mode
+
+OTHER_BRANCH = edit("src/zuvo.py", 'if mode == "rilo":\n        return "rota"')[0]
+RIGHT_BRANCH = edit("src/zuvo.py", 'if mode == "dova":\n        return "rota"')[0]
+
+
+@pytest.mark.parametrize("statement, turns, probe, category", [
+    (SCOPE, [bash("ls")], NEIGHBOUR[0], "named_path_over_neighbor"),
+    (SCOPE, [NAMED], edit("src/bado.py")[0], "named_path_over_neighbor"),
+    (TESTS, [bash("ls")], FIX[0], "read_failing_test_first"),
+    (BRANCH, [NAMED], OTHER_BRANCH, "one_condition_repair"),
+    (SCOPE, [NAMED], edit("src/zuvo.py", 'def bolo():\n    return "rota"')[0], "one_condition_repair"),
+    (SCOPE, [NAMED, FIX], ToolCall("submit", {}), "diff_wrapup_format_test"),
+])
+def test_a_planned_mistake_is_decided_before_it_is_made(statement, turns, probe, category):
+    found = {c.category for c in JUDGE.decide(Case(statement, tuple(turns), probe=Probe(probe)))}
+    assert category in found and category not in names(statement, *turns)
+
+
+@pytest.mark.parametrize("statement, turns, probe", [
+    (SCOPE, [bash("ls")], NAMED[0]),
+    (SCOPE, [NAMED], NEIGHBOUR[0]),  # the named file was read first: the neighbour is for reference
+    (SCOPE, [NAMED], read("tests/test_zuvo.py")[0]),
+    (TESTS, [check(KEMI)], FIX[0]),
+    (BRANCH, [NAMED], RIGHT_BRANCH),
+    (SCOPE, [NAMED, FIX, check()], ToolCall("submit", {})),
+    (SCOPE, [NAMED], ToolCall("submit", {})),  # nothing was edited: there is nothing to test
+    (SCOPE, [NAMED], None),
+])
+def test_a_plan_that_is_right_or_cannot_be_read_is_left_alone(statement, turns, probe):
+    assert JUDGE.decide(Case(statement, tuple(turns), probe=Probe(probe))) == []

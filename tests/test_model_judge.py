@@ -16,11 +16,11 @@ from oprd.rollout.attempts import Attempt, Outcome
 from oprd.rollout.endpoint import Counts, Endpoint, EndpointSettings, NoAnswer
 from oprd.rollout.engine import Completion
 from oprd.rollout.harness import Harness
-from oprd.rollout.judge import Case
+from oprd.rollout.judge import Case, Probe
 from oprd.rollout.judge_cache import Cache
 from oprd.rollout.model_judge import MAX_LATEST, RECENT, ModelJudge, cut, instructions, question
 from oprd.rollout.rubric import load_rubric
-from oprd.rollout.select import annotate_trajectory, remind, select
+from oprd.rollout.select import SelectSettings, annotate_trajectory, remind, select
 from oprd.sandbox.microswe import generate
 from oprd.sandbox.verify import Verdict
 
@@ -126,6 +126,40 @@ def test_removing_everything_after_observation_k_never_changes_the_request_at_k(
     assert some == {i: r for i, r in reminders.items() if i <= k}
     for i, messages in whole.items():
         assert not any(f"mark{later}." in json.dumps(messages) for later in range(i + 1, len(turns)))
+
+
+class Whimsical:
+    """A model whose answer is a pure function of what it is shown: some decisions, of any confidence and phase."""
+
+    identity = "whim"
+
+    def complete(self, messages):
+        rng = random.Random(Cache.key([dict(m) for m in messages]))
+        names = [c.name for c in RUBRIC.contextual]
+        return answer(*({**GOOD, "category": rng.choice(names), "turn": -1, "evidence": "kemi", "slots": {},
+                         "confidence": rng.choice([0.5, 0.9, 0.95, 1.0])} for _ in range(rng.randint(0, 4))))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_removing_everything_after_observation_k_never_changes_what_is_decided_or_dropped_at_k(seed):
+    rng = random.Random(seed)
+    turns = [numbered(i, rng) for i in range(rng.randint(2, 14))]
+    settings = SelectSettings(budget=rng.choice([1, 3, 20]), family_cap=rng.choice([1, 3]))
+    whole = annotate_trajectory(STATEMENT, trajectory(turns, rng.random() < 0.5), RUBRIC, judge(Whimsical()), settings)
+    k = rng.randrange(len(turns))
+    part = annotate_trajectory(STATEMENT, trajectory(turns[: k + 1]), RUBRIC, judge(Whimsical()), settings)
+    assert part.reminders == {i: r for i, r in whole.reminders.items() if i <= k}
+    assert part.dropped == tuple(d for d in whole.dropped if d.turn <= k)
+
+
+def test_in_active_mode_the_model_sees_the_planned_action_and_may_quote_it():
+    plan = Probe(ToolCall("edit", {"path": "src/bado.py", "old_string": "alpha", "new_string": "beta"}))
+    model = Says(answer({**GOOD, "turn": 1, "evidence": "alpha"}))
+    [found] = judge(model).decide(Case(STATEMENT, (READ,), probe=plan))
+    shown = json.loads(model.asked[0][1]["content"])
+    assert shown["planned"] == {"turn": 1, "call": {"tool": "edit", "arguments": dict(plan.call.arguments)}}
+    assert found.evidence == "alpha" and "planned" not in question(Case(STATEMENT, (READ,)))
+    assert question(Case(STATEMENT, (READ,), probe=Probe(None)))["planned"]["call"] is None
 
 
 def test_nothing_of_the_verifier_or_of_the_task_beside_its_statement_is_shown():
@@ -333,5 +367,5 @@ def test_an_engine_reply_that_is_cut_is_malformed_and_a_question_too_long_for_it
     cut_short = chat.assistant(answer(GOOD))[:-1]
     engine = Engine((cut_short, "length"), (cut_short, "length"))
     assert decide(EngineChat(chat, 100_000, 1000, engine))[1] == {"asked": 1, "malformed": 2, "no_decision": 1}
-    assert decide(EngineChat(chat, 500, 100, engine))[1] == {"asked": 1, "no_decision": 1}
+    assert decide(EngineChat(chat, 500, 100, engine))[1] == {"asked": 1, "too_long": 1, "no_decision": 1}
     assert decide(EngineChat(chat, 100_000, 1000))[1] == {"asked": 1, "no_decision": 1}

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from oprd.core.types import Ending, Observation, Reminder, ToolCall, Trajectory, Turn
-from oprd.rollout.judge import Candidate, Case, NoJudge
+from oprd.rollout.judge import Candidate, Case, NoJudge, Probe
 from oprd.rollout.rubric import MICRO, load_rubric
 from oprd.rollout.scripted import ScriptedJudge
 from oprd.rollout.select import SelectSettings, annotate_trajectory, remind, select
+from oprd.rollout.select import decide as at_run_time
 
 RUBRIC = load_rubric(MICRO)
 STATEMENT = '`kemi("dova")` in `src/zuvo.py` must return "lami", `src/bado.py` is right.'
@@ -46,8 +47,8 @@ def given(category, text="earlier", evidence="seen"):
     return Reminder(category, RUBRIC[category].class_, text, evidence, 0)
 
 
-def decide(*turns, judge=NoJudge(), inserted=(), **settings):
-    return select(Case(STATEMENT, turns, tuple(inserted)), RUBRIC, judge, SelectSettings(**settings))
+def decide(*turns, judge=NoJudge(), inserted=(), probe=None, **settings):
+    return select(Case(STATEMENT, turns, tuple(inserted), probe), RUBRIC, judge, SelectSettings(**settings))
 
 
 def reasons(selection):
@@ -133,6 +134,58 @@ def test_an_unknown_category_is_dropped_and_nothing_else_takes_its_place():
     assert selection.reminder is None and reasons(selection) == ["unknown category"]
 
 
+def test_every_gate_that_drops_a_candidate_has_a_name_and_a_reason():
+    sure = Candidate("one_condition_repair", "a", "seen", 0.99)
+    hard = decide(AMBIGUOUS).reminder
+    cases = {
+        "unknown": decide(READ, judge=says("made_up")), "off": decide(READ, AMBIGUOUS, classes=("R2", "R3", "R4")),
+        "confidence": decide(READ, judge=says("named_path_source_guard", confidence=0.5)),
+        "phase": decide(READ, judge=says("change_surface_budget_guard")),
+        "family_cap": decide(READ, judge=says("named_path_source_guard"), inserted=[given("named_path_over_neighbor")]),
+        "budget": decide(READ, AMBIGUOUS, inserted=[given("named_path_over_neighbor")], budget=1),
+        "repeated_text": decide(READ, judge=says("one_condition_repair", text="earlier"),
+                                inserted=[given("named_path_over_neighbor")]),
+        "same_error": decide(AMBIGUOUS, AMBIGUOUS, inserted=[hard]),
+        "outranked": decide(READ, judge=Says(says("named_path_source_guard").candidates + (sure,))),
+        "unneeded": decide(AMBIGUOUS, probe=Probe(ToolCall("edit", {"path": "src/zuvo.py", "old_string": "w\nx"}))),
+    }
+    for gate, selection in cases.items():
+        assert [d.gate for d in selection.dropped] == [gate] and selection.dropped[0].reason
+        assert (selection.reminder is None) == (gate != "outranked")
+
+
+def test_in_active_mode_what_the_probe_does_unasked_needs_no_reminder():
+    longer = ToolCall("edit", {"path": "src/zuvo.py", "old_string": "w\nx", "new_string": "w\ny"})
+    assert decide(READ, AMBIGUOUS, probe=Probe(longer)).reminder is None
+    for probe in (Probe(CALL), Probe(None), Probe(ToolCall("submit", {}))):
+        assert decide(READ, AMBIGUOUS, probe=probe).reminder.category == "hard_ambiguous_edit_old_string"
+    # dropped as needless by one rule, the boundary is still open to the judge
+    assert decide(READ, AMBIGUOUS, judge=says("one_condition_repair"), probe=Probe(longer)).reminder
+
+
+def test_a_probe_that_submits_is_completion_evidence_and_a_decision_without_an_edit_is_not():
+    submit, judge = Probe(ToolCall("submit", {})), says("diff_wrapup_format_test")
+    assert decide(READ, EDIT, judge=judge, probe=submit).reminder
+    assert reasons(decide(READ, judge=judge, probe=submit)) == ["phase validation is not visible"]
+    assert reasons(decide(READ, EDIT, judge=judge, probe=Probe(CALL))) == ["phase validation is not visible"]
+
+
+def test_a_judge_is_asked_only_where_its_answer_could_pass():
+    class Counts:
+        asked = 0
+
+        def decide(self, case):
+            self.asked += 1
+            return []
+
+    for settings in ({"budget": 0}, {"classes": ("R1",)}, {"scopes": ("global",)}, {"family_cap": 0},
+                     {"off": tuple(c.name for c in RUBRIC.contextual)}):
+        decide(READ, judge=(judge := Counts()), **settings)
+        assert judge.asked == 0, settings
+    decide(READ, judge=(judge := Counts()))
+    assert judge.asked == 1
+
+
 def test_classes_categories_and_scopes_can_be_switched_off():
     assert reasons(decide(READ, AMBIGUOUS, classes=("R2", "R3", "R4"))) == ["switched off"]
     assert reasons(decide(READ, AMBIGUOUS, off=("hard_ambiguous_edit_old_string",))) == ["switched off"]
@@ -179,3 +232,21 @@ def test_run_time_and_post_hoc_decide_the_same(seed):
         reminder = at(SimpleNamespace(problem_statement=STATEMENT), turns[: k + 1], list(shown.values()))
         shown.update({k: reminder} if reminder else {})
     assert shown == annotate_trajectory(STATEMENT, trajectory(turns), RUBRIC, ScriptedJudge(RUBRIC)).reminders
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_an_active_decision_at_k_sees_the_turns_up_to_k_and_the_probe_alone(seed):
+    rng = random.Random(seed)
+    turns = [rng.choice(ALL) for _ in range(rng.randint(2, 9))]
+    at, task = at_run_time(RUBRIC, ScriptedJudge(RUBRIC)), SimpleNamespace(problem_statement=STATEMENT)
+    shown, probes = [], [Probe(rng.choice(ALL)[0]) for _ in turns]
+    for k, probe in enumerate(probes):
+        chosen = at(task, turns[: k + 1], shown, probe)
+        again = annotate_prefix(turns[: k + 1], tuple(shown), probe)
+        assert chosen == again
+        shown += [chosen.reminder] if chosen.reminder else []
+
+
+def annotate_prefix(turns, inserted, probe):
+    """The decision from a freshly built case that holds nothing later."""
+    return select(Case(STATEMENT, tuple(turns), inserted, Probe(probe.call)), RUBRIC, ScriptedJudge(RUBRIC), SelectSettings())
