@@ -41,11 +41,12 @@ def target_logprobs(model, rows: Sequence[Row], token_budget: int, temperature: 
             end += 1
         some = rows[first:end]
         starts = np.cumsum([0, *(len(row.ids) for row in some)])
-        ids = torch.from_numpy(np.concatenate([row.ids for row in some]))
-        at = torch.from_numpy(np.concatenate([row.targets + start for row, start in zip(some, starts)]))
-        hidden = model.hidden(ids, torch.tensor(starts, dtype=torch.int32))
+        device = model.head_weight.device
+        ids = torch.from_numpy(np.concatenate([row.ids for row in some])).to(device)
+        at = torch.from_numpy(np.concatenate([row.targets + start for row, start in zip(some, starts)])).to(device)
+        hidden = model.hidden(ids, torch.tensor(starts, dtype=torch.int32, device=device))
         values = -token_nll(hidden[at - 1] / temperature, model.head_weight, ids[at])
-        found += [part.double().numpy() for part in values.split([len(row.targets) for row in some])]
+        found += [part.double().cpu().numpy() for part in values.split([len(row.targets) for row in some])]
     return found
 
 

@@ -62,7 +62,7 @@ def test_one_question_shows_every_turn_and_asks_for_every_contextual_category():
 
 @pytest.mark.parametrize("wrong, counted", [
     (decision(evidence="not there"), "invented_quote"), (decision(turn=-1, evidence="kemi"), "invented_quote"),
-    (decision(turn=1), "invented_quote"), (decision(confidence=0.8), None),
+    (decision(turn=2), "invented_quote"), (decision(confidence=0.8), None),
     (decision("change_surface_budget_guard"), None), (decision("patch_surface_from_task"), None)])
 def test_an_event_needs_a_true_quote_confidence_its_phase_and_a_mistake_that_was_made(wrong, counted):
     found, counts = audited(Says(wrong), READ, READ, EDIT, SUBMIT)  # turn 0: before any edit, and the next is none

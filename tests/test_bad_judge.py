@@ -45,22 +45,22 @@ def without(ran):
 
 
 def judged_by(server, **more):
-    return {"judge": "model", "judge_url": server.url, "judge_model": "m", "judge_request_s": 0.15, "judge_total_s": 0.4,
-            **more}
+    return {"judge": "model", "judge_url": server.url, "judge_model": "m", **more}
 
 
 def total(metrics, name):
     return sum(row.get(f"judge/{name}", 0) for row in metrics)
 
 
-@pytest.mark.parametrize("trouble, counted", [(garbage, "malformed"), (hang, "timed_out"), (status(429), "rate_limited")])
-def test_a_judge_that_never_answers_costs_nothing_but_its_reminders(ran, without, trouble, counted):
+@pytest.mark.parametrize("trouble, counted, seconds", [(garbage, "malformed", (10, 20)), (hang, "timed_out", (0.15, 0.4)),
+                                                       (status(429), "rate_limited", (1, 2))])
+def test_a_judge_that_never_answers_costs_nothing_but_its_reminders(ran, without, trouble, counted, seconds):
     with serving(trouble) as server:
-        metrics, records = ran(counted, **judged_by(server))
+        metrics, records = ran(counted, **judged_by(server, judge_request_s=seconds[0], judge_total_s=seconds[1]))
     plain, plain_records = without
     for row, other in zip(metrics, plain, strict=True):
         same = [name for name in other if name.split("/")[0] in ("train", "rollout", "fate", "oprd", "distillation")]
-        assert len(same) > 12 and {n: row[n] for n in same} == {n: other[n] for n in same}
+        assert len(same) > 8 and {n: row[n] for n in same} == {n: other[n] for n in same}
         assert sum(v for n, v in row.items() if n.startswith("fate/")) == BATCH
     assert [r["teacher"] for r in records] == [r["teacher"] for r in plain_records] and any(r["teacher"] for r in records)
     assert total(metrics, "asked") == total(metrics, "no_decision") > 0 and total(metrics, "answered") == 0
@@ -70,7 +70,7 @@ def test_a_judge_that_never_answers_costs_nothing_but_its_reminders(ran, without
 def test_a_judge_that_is_overrun_for_a_while_is_waited_for_and_then_answers(ran, without):
     """429 to the first requests, then answers: within a question's time limit nothing is lost."""
     with serving(*[status(429)] * 6, says('{"decisions": []}')) as server:
-        metrics, _ = ran("later", **judged_by(server, judge_total_s=30, judge_request_s=5))
+        metrics, _ = ran("later", **judged_by(server, judge_total_s=120, judge_request_s=30))
     asked = total(metrics, "asked")
     assert asked == total(metrics, "answered") + total(metrics, "no_decision") + total(metrics, "cached")
     assert total(metrics, "rate_limited") == 6 and total(metrics, "answered") > 0

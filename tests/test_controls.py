@@ -116,7 +116,7 @@ def test_the_control_of_the_settings_reaches_the_teacher():
     plain, placebo, held = (harness(control=c).reminders(outcomes, lambda o: True) for c in ("none", "placebo", "withheld"))
     assert [r.control for r in plain] == [None, None] and [r.control for r in held] == [Reminded(None, {})] * 2
     assert placebo[0].control.global_.text == plain[1].global_.text != plain[0].global_.text
-    assert placebo[0].control.local[0].text == plain[1].local[0].text != plain[0].local[0].text
+    assert placebo[0].control.local[0].text in {r.text for r in plain[1].local.values()}
     # the hard rule's text is the same for every task, so an R2 text stands in for it
     assert placebo[0].control.local[1].text == plain[1].local[0].text and placebo[0].local == plain[0].local
 

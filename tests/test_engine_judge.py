@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -33,6 +34,7 @@ ANSWER = json.dumps({"decisions": [{"category": "named_path_over_neighbor", "tur
                                     "confidence": 0.95, "slots": {"path": "src/zuvo.py"}}]})
 SHOWN = json.dumps(question(CASE), ensure_ascii=False, indent=1)
 CHAT = Chat(train_bpe([instructions(RUBRIC), SHOWN, ANSWER] * 3, 900))
+NEW_TOKENS = len(CHAT.assistant(ANSWER)) + 8
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +58,7 @@ def model():
 
 
 def judging(engine, context=3000):
-    return ModelJudge(RUBRIC, Asker(EngineChat(CHAT, context, len(CHAT.assistant(ANSWER)) + 8, engine), None, Counts()))
+    return ModelJudge(RUBRIC, Asker(EngineChat(CHAT, context, NEW_TOKENS, engine), None, Counts()))
 
 
 def test_a_policy_that_has_learnt_to_answer_judges_through_its_own_engine(model):
@@ -66,6 +68,9 @@ def test_a_policy_that_has_learnt_to_answer_judges_through_its_own_engine(model)
         [found] = judge.decide(CASE)
         assert (found.category, found.evidence, found.confidence) == ("named_path_over_neighbor", "def kemi(mode)", 0.95)
         assert "src/zuvo.py" in found.text and judge.asker.counts.take() == {"asked": 1, "answered": 1}
+        deadline = time.monotonic() + 20
+        while engine._sessions and time.monotonic() < deadline:
+            time.sleep(0.02)
         assert not engine._sessions  # nothing of a question stays cached
         short = judging(engine, context=100)
         assert short.decide(CASE) == [] and short.asker.counts.take() == {"asked": 1, "too_long": 1, "no_decision": 1}
@@ -114,7 +119,7 @@ def test_questions_in_the_midst_of_lock_step_rollouts_neither_hang_nor_change_a_
 
 def test_after_the_rollouts_a_harness_asks_the_engine_from_announced_threads(model):
     config = Config.model_validate({"reminders": {"judge": "model", "judge_url": "engine", "judge_concurrency": 3,
-                                                  "judge_body": json.dumps({"max_tokens": 90})},
+                                                  "judge_body": json.dumps({"max_tokens": NEW_TOKENS})},
                                     "rollout": {"max_context_tokens": 3000}})
     made, engine = Harness(config, CHAT), NativeEngine(model, 0)
     try:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from test_chat import TOKENIZERS
@@ -9,13 +10,16 @@ from test_chat import TOKENIZERS
 import train
 from oprd.core.chat import Chat
 from oprd.core.data import read_sft
+from oprd.core.disk import write_jsonl
 from oprd.core.types import Ending, Observation, Reminder, ToolCall, Trajectory, Turn
 from oprd.rollout.attempts import Attempt, Outcome
 from oprd.rollout.if_data import Maker, capped, table
+from oprd.rollout.recordings import tasks_of
 from oprd.rollout.records import Keeper, read_records
 from oprd.rollout.rubric import MICRO, load_rubric
 from oprd.rollout.scripted import ScriptedJudge
 from oprd.rollout.select import Dropped, annotate_trajectory
+from oprd.sandbox.microswe import Difficulty
 from oprd.sandbox.task import Task
 from oprd.sandbox.verify import Verdict
 
@@ -168,3 +172,35 @@ def test_the_command_writes_rows_that_if_sft_reads_and_what_was_left_out_beside_
     with pytest.raises(SystemExit):
         train.main(command + tasks)
     assert "if.jsonl exists" in capsys.readouterr().err
+
+
+SHIPPED = Path(__file__).resolve().parents[1] / "configs" / "micro" / "checkpoints" / "coding-sft"
+
+
+@pytest.mark.skipif(not SHIPPED.is_dir(), reason=f"no shipped checkpoint at {SHIPPED}")
+def test_the_road_from_a_checkpoint_over_its_own_attempts_to_if_sft(tmp_path, capsys):
+    tasks = tmp_path / "tasks.jsonl"
+    write_jsonl(tasks, [t.to_row() for t in tasks_of("oprd", 11, 8, Difficulty(2, 2))])
+    recipe = str(SHIPPED.parents[1] / "recipe.toml")
+    common = ["--config", recipe, "--run.threads", "1", "--data.tasks", str(tasks)]
+    assert train.main(["--stage", "eval", *common, "--model.path", str(SHIPPED), "--run.folder", str(tmp_path / "made"),
+                       "--rollout.workers", "8", "--eval.following", "true", "--eval.mode", "active", "--eval.retry",
+                       "true"]) == 0
+    out = capsys.readouterr().out
+    assert "with reminders" in out and "failed attempts again" in out
+    [report] = [json.loads((tmp_path / "made" / "eval" / "report.json").read_text())]
+    assert report["reminded"]["asked"] == report["reminded"]["captured"] == 8 and report["reminded"]["probes"] > 8
+    metrics = json.loads((tmp_path / "made" / "eval" / "metrics.jsonl").read_text())
+    assert metrics["following/of_captured"] == 8 and metrics["following/n_verified"] == report["reminded"]["verified"]
+    [file] = (tmp_path / "made" / "eval" / "attempts").glob("*.jsonl")
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    assert sorted({r["mode"] for r in records}) == ["active", "free"]
+    assert sum(bool(t["probe"]) for r in records for t in r["turns"]) == report["reminded"]["discarded"] + sum(
+        bool(t["probe"]) for r in records if r["start"] for t in r["turns"])
+    rows = tmp_path / "if.jsonl"
+    assert train.main(["--stage", "if-data", *common, "--input", str(file), "--output", str(rows), "--if_data.sources",
+                       "given,unaided,retry,plain"]) == 0
+    assert train.main(["--stage", "if-sft", "--config", recipe, "--run.threads", "1", "--model.path", str(SHIPPED),
+                       "--data.rows", str(rows), "--run.folder", str(tmp_path / "trained"), "--train.steps", "2",
+                       "--train.batch", "4"]) == 0
+    assert (tmp_path / "trained" / "if-sft" / "model" / "config.json").is_file()

@@ -160,7 +160,7 @@ def test_in_active_mode_what_the_probe_does_unasked_needs_no_reminder():
     for probe in (Probe(CALL), Probe(None), Probe(ToolCall("submit", {}))):
         assert decide(READ, AMBIGUOUS, probe=probe).reminder.category == "hard_ambiguous_edit_old_string"
     # dropped as needless by one rule, the boundary is still open to the judge
-    assert decide(READ, AMBIGUOUS, judge=says("one_condition_repair"), probe=Probe(longer)).reminder
+    assert decide(READ, AMBIGUOUS, judge=says("named_path_source_guard"), probe=Probe(longer)).reminder
 
 
 def test_a_probe_that_submits_is_completion_evidence_and_a_decision_without_an_edit_is_not():

@@ -13,12 +13,14 @@ from oprd.rollout.utility import measured, utilities
 SHORT = ToolCall("edit", {"path": "a.py", "old_string": "x", "new_string": "y"})
 LONG = ToolCall("edit", {"path": "a.py", "old_string": "w\nx", "new_string": "w\ny"})
 FAILED = Observation("Found 2 matches of the string to replace, but replace_all is false.", None, True)
+DONE = Observation("The file a.py has been updated.")
 ASK = "hard_ambiguous_edit_old_string"
 
 
 def trajectory(*calls):
     """Turns of two sampled tokens each."""
-    turns = tuple(Turn((1, 2), (10 + k, 20 + k), call=call, observation=FAILED) for k, call in enumerate(calls))
+    turns = tuple(Turn((1, 3), (10 + k, 20 + k), call=call, observation=FAILED if call is SHORT else DONE)
+                  for k, call in enumerate(calls))
     return Trajectory("a", "t", turns, (9,), Ending.TURN_LIMIT)
 
 
@@ -81,10 +83,10 @@ def test_utilities_of_a_real_model_are_differences_of_its_log_probabilities(mode
     whole = Reminder("g", "G", "q", turn=-1)
     found = utilities(told, encode, whole, {0: reminder(0), 1: reminder(1)}, lambda rows: target_logprobs(model, rows, 64))
     g, z = encode("q"), encode("z")
-    start = [1, 2, *g, 9, 10, 20]
+    start = [1, 3, *g, 9, 10, 20]
     with torch.no_grad():
-        for k, context, sign in ((0, start, 1), (1, [*start, 1, 2, 9, 11, 21], -1)):
+        for k, context, sign in ((0, start, 1), (1, [*start, 1, 3, 9, 11, 21], -1)):
             said = [11 + k, 21 + k]
-            without, with_ = [*context, 1, 2, 9, *said], [*context, 1, 2, *z, 9, *said]
+            without, with_ = [*context, 1, 3, 9, *said], [*context, 1, 3, *z, 9, *said]
             logprobs = [sum(plain(model, ids, [len(ids) - 2, len(ids) - 1])) for ids in (without, with_)]
             assert found[k] == pytest.approx(sign * (logprobs[0] - logprobs[1]), abs=1e-4) and abs(found[k]) > 1e-3
