@@ -284,7 +284,7 @@ def annotation(config: Config, options) -> None:
     harness, found, lines, asked = Harness(config, chat=None), [], [], []
     for file in inputs(options.input):
         for line, seen in annotate(file, harness.rubric, harness.audit, harness.each):
-            lines.append({"file": file.name, **line})
+            lines.append({"file": seen.name, **line})
         found.append(seen)
         asked.append(harness.judge_counts())
     if options.output:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Callable, Iterable, Mapping, Sequence
 
@@ -70,7 +70,8 @@ class Report:
         file = folder / "report.json"
         if not file.is_file():
             return None
-        report = Report(**json.loads(file.read_text(encoding="utf-8")))
+        known = {f.name for f in fields(Report)}  # a report of an older version has others
+        report = Report(**{k: v for k, v in json.loads(file.read_text(encoding="utf-8")).items() if k in known})
         return replace(report, reminded=Following(**report.reminded) if report.reminded else None,
                        retry=Retry(**report.retry) if report.retry else None)
 

@@ -99,6 +99,8 @@ class Maker:
             return "not_resolved", "the attempt did not pass the hidden tests"
         if k >= len(turns):
             return "unread", "no action follows"
+        if not all("content" in turn for turn in row["turns"]):
+            return "old_record", "recorded before replies were kept in their parts; make the attempts anew"
         if bad := [i for i in range(k + 1) if turns[i].call is None]:
             return "malformed", f"turn {bad[0]} holds no well-formed call"
         if reminder and Secrets.of(task).shown_in(reminder.text):
