@@ -29,6 +29,7 @@ DAEMON_S = 60.0  # the longest any call to an engine may take
 PULL_S = 1800.0  # the longest silence of an engine that pulls an image
 TUNNEL_S = 30.0  # how long ssh may take to open a tunnel
 REST_S = 30.0
+OUTAGE_S = 120.0  # how long attempts wait for an engine when none answers
 log = logging.getLogger(__name__)
 
 
@@ -117,6 +118,13 @@ class DockerHost:
             if self._tunnel is not None and self._tunnel.poll() is not None:
                 with daemon("tunnel"):
                     self._open_tunnel(self.url)
+
+    def answers(self) -> bool:
+        try:
+            self.mend()
+            return bool(self.client.ping())
+        except (Broke, docker.errors.DockerException, requests.RequestException, OSError):
+            return False
 
     def rest(self) -> None:
         self.rests_until = time.monotonic() + REST_S
@@ -229,16 +237,23 @@ class DockerHosts:
             self.close()
             raise
 
-    def one(self) -> DockerHost:
-        """The host with the fewest boxes; counts one more there, until `back`. Broke when all rest."""
-        with self._lock:
-            now = time.monotonic()
-            able = [host for host in self.all if host.rests_until <= now]
-            if not able:  # one engine has nobody to stand in for it
-                able = [min(self.all, key=lambda host: host.rests_until)]
-            host = min(able, key=lambda host: host.boxes)
-            host.boxes += 1
-            return host
+    def one(self, patience_s: float = OUTAGE_S) -> DockerHost:
+        """The host with the fewest boxes; counts one more there, until `back`. Where all rest, the first that answers
+        again: an engine that is being restarted must not cost every attempt its few tries. Broke when none does."""
+        deadline = time.monotonic() + patience_s
+        while True:
+            with self._lock:
+                able = [host for host in self.all if host.rests_until <= time.monotonic()]
+                if able:
+                    host = min(able, key=lambda host: host.boxes)
+                    host.boxes += 1
+                    return host
+            for host in self.all:
+                if host.answers():
+                    host.rests_until = 0.0
+            if time.monotonic() > deadline:
+                raise Broke(f"docker: no engine has answered for {patience_s:g} s")
+            time.sleep(0.2)
 
     def back(self, host: DockerHost) -> None:
         with self._lock:

@@ -73,7 +73,7 @@ class DockerOpener:
 
     def _make(self, task: Task, image: str) -> DockerSandbox:
         """A new box; of a task whose tree is the image's own, prepared and seen to hide its solution."""
-        host = self.hosts.one()
+        host = self.hosts.one()  # waits while no engine answers
         try:
             box = DockerSandbox(image, self.limits, self.label, host, self.settings, task.workdir)
         except BaseException as problem:

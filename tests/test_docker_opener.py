@@ -123,6 +123,21 @@ def test_boxes_are_spread_over_hosts_and_an_engine_that_is_gone_gets_none(make, 
     assert containers(opener.label) == []  # what could not be removed while its engine was gone, too
 
 
+def test_while_no_engine_answers_attempts_wait_for_one_and_not_for_ever(monkeypatch):
+    hosts = DockerHosts((URL,))
+    host = hosts.all[0]
+    answers = iter([False, False, True])
+    monkeypatch.setattr(host, "answers", lambda: next(answers))
+    host.rest()
+    start = time.monotonic()
+    assert hosts.one() is host and host.boxes == 1 and 0.3 < time.monotonic() - start < docker_host.REST_S
+    monkeypatch.setattr(host, "answers", lambda: False)
+    host.rest()
+    with pytest.raises(Broke, match="no engine has answered for 0.3 s"):
+        hosts.one(0.3)
+    hosts.close()
+
+
 def test_an_engine_that_is_not_there_or_has_no_such_kind_of_name_is_said_at_once(tmp_path):
     with pytest.raises(Broke, match="no engine at unix:///nonexistent"):
         DockerHosts(("unix:///nonexistent",))
