@@ -32,6 +32,13 @@ class Engine:
         self.start()
 
     def start(self) -> None:
+        """On a busy machine dockerd may give up waiting for its containerd; then it is started again."""
+        for attempt in range(5):
+            if self._start():
+                return
+        raise AssertionError((self.folder / "log").read_text()[-2000:])
+
+    def _start(self) -> bool:
         import docker
 
         (self.folder / "pid").unlink(missing_ok=True)
@@ -44,10 +51,11 @@ class Engine:
             try:
                 self.client = docker.DockerClient(base_url=self.url, timeout=60)
                 self.client.ping()
-                return
+                return True
             except Exception:
-                alive = time.monotonic() < deadline and self.process.poll() is None
-                assert alive, (self.folder / "log").read_text()[-2000:]
+                if self.process.poll() is not None:
+                    return False
+                assert time.monotonic() < deadline, (self.folder / "log").read_text()[-2000:]
                 time.sleep(0.3)
 
     def kill(self) -> None:
