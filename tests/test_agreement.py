@@ -10,6 +10,8 @@ import torch
 
 from oprd.core.agreement import Agreement
 from oprd.core.metrics import values
+from oprd.core.plan import check_rollout
+from oprd.core.settings import Config
 from oprd.core.types import Example, Row
 from oprd.rollout.ahead import Ahead
 from tests.sglang_help import VOCAB, a_model, plain_logprobs
@@ -117,3 +119,13 @@ def test_what_fails_ahead_is_raised_at_its_own_step():
     with pytest.raises(OSError, match="step 2"):
         ahead.take(2, make)
     ahead.close()
+
+
+@pytest.mark.parametrize("settings, message", [
+    ({"rollout": {"max_staleness": 1}}, "max_staleness = 1 needs rollout.engine = sglang"),
+    ({"rollout": {"max_staleness": 1, "engine": "sglang"}, "prefix": {"on": True}}, "must be 0 with prefix.on"),
+    ({"sglang": {"servers": ["http://h:1"], "count": 2}}, "sglang.count = 2"),
+])
+def test_settings_of_the_engine_that_exclude_each_other_are_one_line(settings, message):
+    with pytest.raises(ValueError, match=message):
+        check_rollout(Config.model_validate(settings))
