@@ -82,6 +82,14 @@ class Managed:
         return lines[-1].strip()[:300] if lines else "(nothing)"
 
 
+def _wake(server: Server) -> None:
+    """Let a server go on that a run which was killed in an update left paused."""
+    try:
+        server.call("/continue_generation", {})
+    except (Lost, Refused):
+        pass  # wait_for tells
+
+
 def _wait_until_gone(group: int, seconds: float = 10.0) -> None:
     """Killed processes take a moment to disappear from the process table."""
     until = time.monotonic() + seconds
@@ -138,6 +146,9 @@ def serve(config: Config, publisher: Publisher, model: Path, weights: Any, versi
     managed = None if s.servers else Managed(s.command, model, folder, s.count)
     try:
         servers = [Server(url, s.call_s) for url in s.servers or managed.urls()]
+        if managed is None:
+            for server in servers:
+                _wake(server)
         wait_for(servers, s.ready_s if managed else s.call_s, managed.gone if managed else lambda: None, report)
         for server in servers:
             try:

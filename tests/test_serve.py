@@ -10,7 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from oprd.rollout.serve import Managed, free_port
+from oprd.core import hf
+from oprd.core.settings import Config
+from oprd.rollout.engine import Sampling
+from oprd.rollout.serve import Managed, free_port, serve
+from tests.sglang_fake import Fake
+from tests.sglang_help import PipePublisher, a_model, furthest
 
 pytestmark = pytest.mark.timeout(120)
 ROOT = Path(__file__).resolve().parents[1]
@@ -74,3 +79,23 @@ def test_a_free_port_is_one_that_nobody_listens_at():
         busy.bind(("127.0.0.1", port))
         busy.listen()
         assert free_port(set()) != port and free_port({1}) not in (1, port)
+
+
+def test_running_servers_are_used_as_they_are_and_woken_if_a_killed_run_left_them_paused(tmp_path):
+    model, fakes = a_model(), [Fake(a_model(7)), Fake(a_model(8))]
+    fakes[0].do_pause_generation({"mode": "abort"})
+    hf.save(model, tmp_path / "model")
+    config = Config.model_validate({"run": {"folder": str(tmp_path)}, "rollout": {"max_context_tokens": 512},
+                                    "sglang": {"servers": [fake.url for fake in fakes], "call_s": 20.0}})
+    publisher = PipePublisher(tmp_path / "model", "", 2**20, "gloo", 20.0)
+    engine = serve(config, publisher, tmp_path / "model", model, 5)
+    try:
+        done = engine.generate("s", [1, 2, 3], Sampling(1.0, 1.0, 9, ()), 0)
+        assert done.version == 5 and furthest(model, [1, 2, 3], done) < 1e-5 and engine.measured()["servers"] == 2
+    finally:
+        engine.close()
+    long = config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_context_tokens": 9999})})
+    with pytest.raises(ValueError, match="max_context_tokens = 9999 must not exceed what http.* takes = 4096"):
+        serve(long, publisher, tmp_path / "model", model, 5)
+    for fake in fakes:
+        fake.kill()

@@ -16,6 +16,7 @@ from tests.sglang_help import a_model, furthest, moved, needs_sglang, real
 torch.set_num_threads(1)
 pytestmark = [pytest.mark.timeout(1000), needs_sglang]
 TEN = Sampling(1.0, 1.0, 10, ())
+LONG = 3e-5  # over thousands of tokens two orders of summation in float32 differ by 1.3e-5 here and there
 CONTEXT = [5, 6, 7, 8, 9]
 
 
@@ -25,7 +26,9 @@ def pair(tmp_path_factory):
     with real(tmp_path_factory.mktemp("sglang"), count=2) as (engine, model):
         yield engine, model
         processes = list(engine._managed._processes.values())
-        assert all(len(group_members(process)) >= 4 for process in processes)  # guard, server, scheduler, detokenizer
+        alive = [process for process in processes if process.poll() is None]
+        assert alive and all(len(group_members(process)) >= 4 for process in alive)  # guard, server, scheduler,
+        # detokenizer
     assert not any(group_members(process) for process in processes)
 
 
@@ -149,7 +152,8 @@ def test_a_server_killed_in_the_middle_of_thirty_two_turns_loses_none_and_is_sta
         kill(engine, 0)
         done = [turn.result() for turn in turns]
     for i, one in enumerate(done):
-        assert len(one.ids) == 120 and one.version == engine.version and furthest(model, [i, *context], one) < 1e-5
+        assert len(one.ids) == 120 and one.version == engine.version
+        assert furthest(model, [i, *context], one) < LONG
     assert engine._router.servers[0].state == DEAD
     engine.load(moved(model, 70), engine.version + 1)  # brings it back
     assert engine.measured()["servers"] == 2 and served_right(engine, model)
@@ -190,4 +194,4 @@ def test_turns_under_way_at_an_update_are_cut_and_go_on_with_every_tokens_versio
     for i, one in enumerate(done):
         for weights, span in zip((old, model), one.spans):
             part = type(one)(one.ids[span.start : span.end], one.logprobs[span.start : span.end], 0, "")
-            assert furthest(weights, [i, *context, *one.ids[: span.start]], part) < 1e-5
+            assert furthest(weights, [i, *context, *one.ids[: span.start]], part) < LONG
