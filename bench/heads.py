@@ -6,10 +6,10 @@
 
 One thread; the time is the process's CPU time, sides take turns, the fastest of ROUNDS counts, as a multiple of
 the floor in the same run: gemm2, the two forward products (KL head); gemm3, the three products of a cross-entropy.
-Memory is the peak (VmHWM, reset before) above what was resident. Our gradient of the head goes into a matrix that is
-there, as a trainer's does; the others make theirs. A run in which the floor itself varies by more than 15% is marked
-inconclusive. Liger's and TRL's losses are other objectives of the same kind: full-vocabulary JSD; the student's own
-top-k. Needs the `test` extra for Liger and TRL; a side that is not installed is left out.
+Memory is the peak (VmHWM, reset before) above what was resident. Our KL head's gradient for its weight is added to a
+matrix that is there (`into`); the others make theirs. A run in which the floor itself varies by more than 15% is marked
+inconclusive. Liger's and TRL's losses are other objectives of the same kind, JSD over the full vocabulary. Liger needs
+liger-kernel, TRL's loss trl with datasets and accelerate; a side that is not installed is left out.
 """
 
 import gc
