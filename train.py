@@ -11,10 +11,14 @@ behaviours, parse-log and check-tasks. docs/architecture.md is the map.
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until main() there is nothing to unwind: Ctrl-C just ends it
+
 import logging
 import os
 import sys
-import zlib
 from collections import Counter
 from contextlib import contextmanager
 from functools import partial
@@ -25,21 +29,24 @@ import torch
 
 from oprd.core import commands as core_commands
 from oprd.core import config as configuration
-from oprd.core import hf
+from oprd.core import hf, provenance
 from oprd.core.agreement import Agreement
 from oprd.core.data import Order, read_sft, read_text
-from oprd.core.disk import check_free, write_jsonl
+from oprd.core.disk import check_free, check_makeable, write_jsonl
+from oprd.core.dry_run import preview
+from oprd.core.folder import new_folder
+from oprd.core.interrupt import unwinding
 from oprd.core.metrics import Last, Log, Mean, Progress, Sum, next_number
 from oprd.core.model import Model
 from oprd.core.objective import Distillation, Objective, PolicyGradient
-from oprd.core.plan import (chat_of, check_alone, check_fits, check_groups, check_oprd, check_recipe, check_rollout,
-                            data_file,
-                            describe, done, per_task, random_model, refresh_steps, stage_folder, starting_point,
-                            total_steps, write_settings)
+from oprd.core.plan import (ACTS, chat_of, check_alone, check_fits, check_groups, check_oprd, check_recipe,
+                            check_rollout, data_file, data_path, done, per_task, random_model, random_sizes,
+                            refresh_steps, results, stage_folder, starting_point, total_steps, write_settings)
 from oprd.core.publish import Publisher
+from oprd.core.ready import take_ready
 from oprd.core.score import target_logprobs
-from oprd.core.settings import Config
-from oprd.core.tokenizer import train_bpe
+from oprd.core.settings import RESUMED, Config
+from oprd.core.tokenizer import Tokenizer, train_bpe
 from oprd.core.trainer import Plan, Stopped, Trainer
 from oprd.core.whole import Mirror
 from oprd.parallel.mesh import Mesh, Sizes
@@ -48,12 +55,12 @@ from oprd.rollout import recordings
 from oprd.rollout.ahead import Ahead
 from oprd.rollout.annotate import annotate, inputs
 from oprd.rollout.annotate import table as annotation_table
-from oprd.rollout.attempts import Outcome
+from oprd.rollout.attempts import Outcome, attempt_seed
 from oprd.rollout.engine import Engine
 from oprd.rollout.evaluate import Passes, Report, attempts_at, evaluate, reminders_table, table
 from oprd.rollout.groups import GroupPolicy, GroupSettings
 from oprd.rollout.grm import judge_all
-from oprd.rollout.harness import Harness
+from oprd.rollout.harness import Harness, rubric_of
 from oprd.rollout.native import NativeEngine
 from oprd.rollout.prompt_report import check_known, prompt_report, prompt_table
 from oprd.rollout.records import Keeper
@@ -64,65 +71,84 @@ from oprd.rollout.tasks import read_tasks
 from oprd.rollout.teach import OutcomeRouting
 from oprd.sandbox.box import Broke
 
+AFTERWARDS = {stage: "--resume goes on from what is saved" for stage in RESUMED if stage != "microswe"}  # interrupted
 RECIPE = {"base": "pretrain", "+ Coding SFT": "coding-sft", "+ IF SFT": "if-sft", "+ OPRD": "oprd"}  # table row: stage
 
 
 def main(argv: list[str]) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    stage = ""
     try:
-        options, given = configuration.parse(argv)
-        load = lambda stage: configuration.load(options.config, stage, given)  # noqa: E731
-        config = load(options.stage)
-        torch.set_num_threads(config.run.threads or torch.get_num_threads())
-        if options.dry_run:
-            print(configuration.dump(config))
-            for stage in RECIPE.values() if options.stage == "all" else (options.stage,):
-                print("\n".join([describe(stage, load(stage)), *configuration.changes(config, load(stage))]))
-            return 0
-        with mesh_of(config, options.stage) as mesh:
-            if options.stage in COMMANDS:
-                COMMANDS[options.stage](config, options)
-            elif options.stage in TRAINED:
-                TRAINED[options.stage](config, load, options.resume, mesh)
-            else:
-                STAGE[options.stage](config, load, options.resume)
+        with unwinding():
+            options, given = configuration.parse(argv)
+            stage = options.stage
+            load = lambda stage: configuration.load(options.config, stage, given)  # noqa: E731
+            run(stage, load(stage), load, options)
     except Stopped as stopped:
         if os.environ.get("RANK", "0") == "0":
             print(stopped)
         return stopped.code
-    except KeyboardInterrupt:
-        print("interrupted; --resume goes on from what is saved", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as stop:
+        print(f"interrupted; {AFTERWARDS.get(stage, 'start it again')}", file=sys.stderr)
+        return getattr(stop, "code", 130)
     except (ValueError, OSError, FloatingPointError) as problem:
         configuration.fail(problem)
     except Broke as problem:
-        print(f"error: the machine failed: {problem}; mend it, --resume goes on from what is saved", file=sys.stderr)
+        print(f"error: the machine failed: {problem}; mend it, then {AFTERWARDS.get(stage, 'start it again')}",
+              file=sys.stderr)
         return 1
     return 0
+
+
+def run(stage: str, config: Config, load, options) -> None:
+    torch.set_num_threads(config.run.threads or torch.get_num_threads())
+    if options.dry_run:
+        print(configuration.dump(config), preview(stage, tuple(RECIPE.values()), load, options, check), sep="\n")
+        return
+    with mesh_of(config, stage) as mesh:
+        if stage in COMMANDS:
+            COMMANDS[stage](config, options)
+        else:
+            STAGE[stage](config, load, options.resume, *([mesh] if stage in TRAINED else []))
+            if mesh.first:
+                print(results(config, stage))
+
+
+def check(stage: str, config: Config) -> None:
+    """What --dry-run looks at of the rollouts' side."""
+    rubric_of(config.reminders)
+    if stage in ACTS and data_path(config, stage).exists():
+        read_tasks(data_path(config, stage), config.data)
 
 
 # --- stages -------------------------------------------------------------------------------------------------------
 
 def make_microswe(config: Config, load, resume: bool) -> None:
-    """Files under run.folder/data and a random model under run.folder/random/model."""
+    """Files under run.folder/data, which appears whole or not at all; a random model under run.folder/random/model."""
     data, m = Path(config.run.folder) / "data", config.microswe
-    if (model := stage_folder(config, "microswe") / "model").exists():
-        if resume:
-            return
-        raise ValueError(f"{model} exists; add --resume to keep it, or choose another run.folder")
-    harness = Harness(config, chat=None)
-    harness.sweep()
-    recorder = recordings.Recorder(harness.open_box, harness.remind(), config.chat.system, config.rollout.verifiers,
-                                   m.careful)
-    bar = Progress(m.coding_tasks + m.if_tasks, name="recording")
-    try:
-        corpus = recordings.make_files(data, m, config.run.seed, recorder, lambda: bar.advance({}))
-    finally:
-        bar.close()
-        harness.close()
-    tokenizer = train_bpe(corpus, m.vocabulary)
-    tokenizer.save(data)
-    hf.save(random_model(config, tokenizer), model, tokenizer_from=data)
+    model = stage_folder(config, "microswe") / "model"
+    held = next((place for place in (model, data) if place.exists() and any(place.iterdir())), None)
+    if held and not resume:
+        raise ValueError(f"{held} exists; add --resume to keep it, or choose another run.folder")
+    provenance.check_microswe(data, config)
+    random_sizes(config, m.vocabulary)
+    check_makeable(data)
+    if not held:
+        harness = Harness(config, chat=None)
+        harness.sweep()
+        recorder = recordings.Recorder(harness.open_box, harness.remind(), config.chat.system, config.rollout.verifiers,
+                                       m.careful)
+        bar = Progress(m.coding_tasks + m.if_tasks, name="recording")
+        try:
+            with new_folder(data, overwrite=False) as aside:
+                corpus = recordings.make_files(aside, m, config.run.seed, recorder, lambda: bar.advance({}))
+                train_bpe(corpus, m.vocabulary).save(aside)
+                provenance.write(aside, config, {})
+        finally:
+            bar.close()
+            harness.close()
+    if not model.exists():
+        hf.save(random_model(config, Tokenizer.load(data)), model, tokenizer_from=data)
 
 
 def sft(stage: str) -> Callable:
@@ -142,7 +168,7 @@ def sft(stage: str) -> Callable:
         plan = Plan(total_steps(config, len(rows)), t, bf16=config.run.precision == "bf16")
         trainer = Trainer(plan, stage_folder(config, stage), start, resume, mesh, config.parallel)
         if mesh.first:
-            write_settings(config, stage_folder(config, stage), stage, resume)
+            write_settings(config, stage_folder(config, stage), stage)
         counts = {f"data/left_out_{reason}": Last(n) for reason, n in left_out.items()}
         trainer.run(lambda step: ([rows[order[step * t.batch + i]] for i in range(t.batch)], counts))
     return run
@@ -167,7 +193,7 @@ def on_policy(stage: str, parts: Callable) -> Callable:
             trainer.run(None, lambda step: mirror.refresh())
             return
         harness.sweep()
-        write_settings(config, folder, stage, resume)
+        write_settings(config, folder, stage)
         harness.score = lambda rows: target_logprobs(trainer.teacher, rows, config.train.micro_batch_tokens)
         engine, frozen = engine_of(config, mirror.model, trainer.step, start), harness.rewarders.frozen
         if frozen:
@@ -252,17 +278,18 @@ def evaluation(config: Config, load, resume: bool) -> None:
 def everything(config: Config, load, resume: bool) -> None:
     """The recipe: data, random model, four stages, an evaluation of each checkpoint, one table. With run.ready, the
     stages that have a model there are not trained again."""
-    check_recipe(config)
-    ready = take_ready(config, resume) if config.run.ready else set()
-    if not ready:
+    check_recipe(config, load("oprd"))
+    taken = take_ready(config, tuple(RECIPE.values()), resume, lambda data: recordings.make_task_files(
+        data, config.microswe, config.run.seed)) if config.run.ready else set()
+    if not taken:
         make_microswe(load("microswe"), load, resume)
     reports = []
     for label, stage in RECIPE.items():
-        if stage not in ready:
+        if stage not in taken:
             STAGE[stage](load(stage), load, resume)
         model = stage_folder(config, stage) / "model"
         folder = stage_folder(config, stage) / "eval"
-        kept = Report.load(folder) if resume else None  # of this very model: a stage that is done stays as it is
+        kept = kept_report(load("eval"), model, folder) if resume else None
         reports.append((label, kept or evaluate_model(load("eval"), model, folder, label)))
         print_report(reports[-1:])
     print()
@@ -281,6 +308,7 @@ def annotation(config: Config, options) -> None:
     if not options.input:
         raise ValueError("--stage annotate needs --input PATH, a file of recorded attempts or a folder of them")
     check_free(options.output)
+    check_makeable(folder := Path(config.run.folder) / "annotate")
     harness, found, lines, asked = Harness(config, chat=None), [], [], []
     for file in inputs(options.input):
         for line, seen in annotate(file, harness.rubric, harness.audit, harness.each):
@@ -289,35 +317,16 @@ def annotation(config: Config, options) -> None:
         asked.append(harness.judge_counts())
     if options.output:
         write_jsonl(Path(options.output), lines)
-    folder = Path(config.run.folder) / "annotate"
     with Log(folder, number := next_number(folder)) as log:
         for i, (seen, counts) in enumerate(zip(found, asked), start=number):
             scalars = {**seen.scalars(), **counts}
             log.write(i, {metric: Last(value) for metric, value in scalars.items()})
     print(annotation_table(found, harness.rubric))
+    print(f"\n{len(lines)} attempts annotated: {', '.join(filter(None, (options.output, str(folder))))}")
 
 
 COMMANDS = {**core_commands.COMMANDS, **rollout_commands.COMMANDS, "annotate": annotation,
             "check-tasks": partial(rollout_commands.check_tasks, progress=Progress)}
-
-
-def take_ready(config: Config, resume: bool) -> set[str]:
-    """Copy the ready models into the run's folder and write the task files. Returns the stages they stand for.
-
-    Raises FileNotFoundError when there is none, ValueError when the folder already holds a run.
-    """
-    found = {stage for stage in RECIPE.values() if (Path(config.run.ready) / stage_folder(config, stage).name).is_dir()}
-    if not found:
-        raise FileNotFoundError(f"run.ready = {config.run.ready!r} holds none of base, coding-sft, if-sft, oprd")
-    if not resume and Path(config.run.folder).exists():
-        raise ValueError(f"{config.run.folder} already holds a run; add --resume to go on with it, or choose another "
-                         "run.folder")
-    for folder in (stage_folder(config, stage) for stage in found):
-        source = Path(config.run.ready) / folder.name
-        if not (folder / "model").exists():
-            hf.export(source, folder / "model")
-    recordings.make_task_files(Path(config.run.folder) / "data", config.microswe, config.run.seed)
-    return found
 
 
 # --- parts --------------------------------------------------------------------------------------------------------
@@ -351,12 +360,21 @@ def engine_of(config: Config, model: Model, version: int, folder: Path) -> Engin
         bar.close()
 
 
+def kept_report(config: Config, model: Path, folder: Path) -> Report | None:
+    """The report of an earlier evaluation of this model, if it was made as one would be now."""
+    report, made = Report.load(folder) or (None, {})
+    inputs = provenance.digests(provenance.input_files(data_file(config, "eval"), model, config))
+    return report if report and provenance.still_holds(folder, made, provenance.made_from(config, inputs)) else None
+
+
 def evaluate_model(config: Config, path: Path, folder: Path, name: str) -> Report:
     chat, e = chat_of(config, path, acts=True), config.eval
     tasks = read_tasks(data_file(config, "eval"), config.data)
     tasks = tasks[: e.tasks or len(tasks)]
     check_known(tasks)
-    harness, engine = Harness(config, chat), engine_of(config, hf.load(path), 0, path)
+    inputs = provenance.digests(provenance.input_files(data_file(config, "eval"), path, config))
+    harness, model = Harness(config, chat), hf.load(path)
+    provenance.write(folder, config, inputs)  # before the rollouts: a folder that cannot be written shows now
     harness.sweep()
     attempts = attempts_at(tasks, e.attempts, config.run.seed, "eval")
     bar = Progress(len(attempts) * (2 if e.following else 1), name=f"eval {name}")
@@ -367,6 +385,7 @@ def evaluate_model(config: Config, path: Path, folder: Path, name: str) -> Repor
         if outcome.attempt.origin == "task":  # nobody knows beforehand how many retries there are
             bar.advance({})
 
+    engine = engine_of(config, model, 0, path)
     try:
         passes = Passes(harness.reminding if e.following else None, harness.globals if e.retry else None)
         report = evaluate(attempts, harness.pool(engine, e), lambda judged: harness.each(harness.events, judged), passes,
@@ -375,13 +394,16 @@ def evaluate_model(config: Config, path: Path, folder: Path, name: str) -> Repor
         engine.close()
         harness.close()
         bar.close()
-    write_settings(config, folder, "eval")
     number = next_number(folder)  # an evaluation never replaces another
     Keeper(config.rollout.record, chat)(folder / "attempts" / f"eval_{number:05d}.jsonl", outcomes)
+    if not report.judged:
+        first = outcomes[0]
+        raise Broke(f"none of {report.attempts} attempts could be judged, {first.attempt.id} first: {first.trouble}"
+                    + (f" ({first.verdict.reason})" if first.verdict else ""))
     with Log(folder, number) as log:
         scalars = {**report.scalars(), **prompt_report(outcomes).scalars(), **harness.judge_counts()}
         log.write(number, {metric: Last(value) for metric, value in scalars.items()})
-    report.save(folder)
+    report.save(folder, provenance.made_from(config, inputs))
     if config.data.world == "prompts":
         print(prompt_table([(name, prompt_report(outcomes))]))
     return report
@@ -391,11 +413,6 @@ def print_report(rows: list[tuple[str, Report]]) -> str:
     text = "\n\n".join(part for part in (table(rows), reminders_table(rows)) if part)
     print(text, flush=True)
     return text
-
-
-def attempt_seed(*parts: int) -> int:
-    """One number from run seed, step and places: the same in every process."""
-    return zlib.crc32("/".join(map(str, parts)).encode())
 
 
 if __name__ == "__main__":

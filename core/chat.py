@@ -97,7 +97,7 @@ class Reply:
 class Chat:
     """The frame for one tokenizer, one call dialect (`xml` or `json`) and one generation prompt (GENERATION).
 
-    cannot_act: why no agent can speak through it, or None.
+    cannot_act: why no agent can speak through it, or None. form: for people, how it was found (template.frame).
     """
 
     cannot_act: str | None = None
@@ -119,7 +119,7 @@ class Chat:
 
     def _set_up(self, tokenizer: Tokenizer, dialect: str | None, generation: str, controls: Mapping[str, int]) -> None:
         """dialect None: calls in a form that cannot be read. controls: the tokens our own text may turn into."""
-        self.tokenizer, self.dialect, self.generation = tokenizer, dialect, generation
+        self.tokenizer, self.dialect, self.generation, self.form = tokenizer, dialect, generation, ""
         self._controls = dict(controls)
         self._control_pattern = re.compile("(" + "|".join(map(re.escape, self._controls)) + ")")
         self._call, self._call_end = (

@@ -101,8 +101,8 @@ def _failure(work: Callable[[], None] | None, axis: Axis) -> str | None:
 
 
 def newest(folder: Path) -> Path | None:
-    """The complete checkpoint of the highest step, or None where there is none at all. Incomplete ones are skipped, each
-    with a log line; ValueError when there is nothing else: what is left of them is not for us to throw away."""
+    """The complete checkpoint of the highest step, or None where there is none at all. Incomplete ones are skipped,
+    each with a log line; ValueError when there is nothing else: what is left of them is not for us to throw away."""
     problems = []
     for _, path in reversed(_found(folder)):
         problem = incomplete(path)

@@ -22,6 +22,7 @@ def score(config: Config, options) -> None:
     scored = score_lines(hf.load(folder), lines, config.train.micro_batch_tokens)
     if options.output:
         write_jsonl(Path(options.output), scored)
+        print(f"{len(lines)} lines scored: {options.output}")
     else:
         for line in scored:
             print(json.dumps(line), flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -26,6 +27,17 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def check_free(output: str | None) -> None:
-    """Raises ValueError when a path given as --output exists: nothing is overwritten."""
-    if output and Path(output).exists():
-        raise ValueError(f"{output} exists; name another --output")
+    """Raises ValueError when a path given as --output exists: nothing is overwritten; OSError: it cannot be made."""
+    if output:
+        if Path(output).exists():
+            raise ValueError(f"{output} exists; name another --output")
+        check_makeable(Path(output))
+
+
+def check_makeable(path: Path) -> None:
+    """Raises OSError, naming the place, when a file or folder at `path` could not be made or written into."""
+    place = next(p for p in (path, *path.absolute().parents) if p.exists())
+    if place != path and not place.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, f"{path} cannot be made: this is no folder", str(place))
+    if not os.access(place, os.W_OK):
+        raise PermissionError(errno.EACCES, f"{path} cannot be written", str(place))

@@ -62,7 +62,7 @@ def _refuse_overwrite(target: Path, overwrite: bool) -> None:
     if not (target / "config.json").is_file():
         raise ValueError(f"{target}: exists and is not a model directory; name another place")
     if not overwrite:
-        raise ValueError(f"{target}: already holds a model; name another place or allow overwriting")
+        raise ValueError(f"{target}: already holds a model; name another place")
 
 
 def _publish(aside: Path, target: Path) -> None:

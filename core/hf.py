@@ -161,8 +161,11 @@ def _save_like(model: Model, state: Mapping[str, Tensor], path: str | Path, sour
 def export(source: str | Path, target: str | Path) -> str:
     """Read a model, prove that every tensor is accounted for, write it anew in the same form; returns what was written.
 
-    It is read in the narrowest dtype that holds every number exactly.
+    It is read in the narrowest dtype that holds every number exactly. Raises ValueError, too, for a target within the
+    source: reading would find it there.
     """
+    if Path(target).resolve().is_relative_to(Path(source).resolve()):
+        raise ValueError(f"{target} lies within {source}, the model to be read; name a place outside it")
     stored = read_headers(source)
     check_coverage(stored, load_config(source))
     dtypes = [DTYPES[entry.dtype] for name, entry in stored.tensors.items()

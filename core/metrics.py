@@ -147,11 +147,11 @@ def _truncate(path: Path, first_step: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             if json.loads(line)["step"] < first_step:
                 kept.append(line + "\n")
-        except json.JSONDecodeError:
+        except (ValueError, TypeError, KeyError):  # cut short, or not written by us
             continue
     aside = path.with_name(path.name + ".tmp")
     aside.write_text("".join(kept), encoding="utf-8")

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from pathlib import Path
 from typing import Sequence
 
-import torch
-
-from oprd.core import config as configuration
-from oprd.core import hf, sources
+from oprd.core import hf, provenance
 from oprd.core.chat import Chat
+from oprd.core.disk import check_makeable
 from oprd.core.settings import Config
 from oprd.core.model import Model, ModelConfig
 from oprd.core.template import frame
 from oprd.core.tokenizer import Tokenizer
 from oprd.core.types import Example
+
+log = logging.getLogger("oprd.plan")
 
 FOLDERS = {"microswe": "random", "pretrain": "base", "coding-sft": "coding-sft", "if-sft": "if-sft", "oprd": "oprd",
            "rl": "rl", "rft": "rft"}
@@ -25,11 +26,6 @@ DATA = {"pretrain": "pretrain.jsonl", "coding-sft": "coding_sft.jsonl", "if-sft"
         "oprd": "oprd_tasks.jsonl", "rl": "oprd_tasks.jsonl", "rft": "oprd_tasks.jsonl",
         "eval": "validation_tasks.jsonl"}
 ACTS = ("oprd", "rl", "rft", "eval")  # stages that attempt tasks
-
-MAY_CHANGE = ("run.folder", "parallel.", "run.threads", "train.keep", "train.checkpoint_every", "rollout.verifiers",
-              "rollout.record", "rollout.check_attempts", "rollout.difference_alarm", "sglang.", "eval.", "microswe.",
-              *(f"{who}{name} " for who in ("reminders.judge_", "verifier.") for name in (
-                  "url", "key_variable", "request_s", "total_s", "concurrency", "cache")))
 
 
 def stage_folder(config: Config, stage: str) -> Path:
@@ -46,8 +42,11 @@ def starting_point(config: Config, stage: str) -> tuple[Path, Chat]:
     """The model a stage starts from, and its chat frame. Raises FileNotFoundError and ValueError."""
     path = start_folder(config, stage)
     if not path.is_dir():
-        raise FileNotFoundError(f"{path} does not exist; run --stage {BEFORE[stage]} first, or set model.path")
-    return path, chat_of(config, path, acts=stage in ACTS)
+        how = "is no folder" if path.exists() else "does not exist"
+        raise FileNotFoundError(f"{path} {how}; run --stage {BEFORE[stage]} first, or set model.path")
+    chat = chat_of(config, path, acts=stage in ACTS)
+    log.warning("%s starts from %s; chat form: %s", stage, path, chat.form)
+    return path, chat
 
 
 def chat_of(config: Config, path: Path, acts: bool) -> Chat:
@@ -67,16 +66,41 @@ def data_path(config: Config, stage: str) -> Path:
 
 
 def data_file(config: Config, stage: str) -> Path:
-    """`data_path`, which must exist."""
+    """`data_path`, which must exist; run.folder, which a stage will write into, must be makeable."""
     path = data_path(config, stage)
+    check_makeable(Path(config.run.folder) / "data")
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist; --stage microswe makes MicroSWE's files, or name your own")
     return path
 
 
+def inputs(config: Config, stage: str) -> dict[str, Path]:
+    """The files a stage reads beside weights (`provenance.input_files`)."""
+    return provenance.input_files(data_path(config, stage), start_folder(config, stage), config)
+
+
 def done(config: Config, stage: str, resume: bool) -> bool:
-    """Whether a resumed run finds this stage finished."""
-    return resume and (stage_folder(config, stage) / "model").exists()
+    """Whether a resumed run finds this stage finished. ValueError when it was started with other settings or files."""
+    folder = stage_folder(config, stage)
+    finished = resume and (folder / "model").exists()
+    if resume and (folder / provenance.SETTINGS).exists():
+        files = inputs(config, stage)
+        provenance.check_settings(folder, stage, config)
+        provenance.check_inputs(folder, provenance.digests(files), files, finished)
+    return finished
+
+
+def results(config: Config, stage: str) -> str:
+    """Where a finished stage has left what, for the end of a run."""
+    run = Path(config.run.folder)
+    if stage == "microswe":
+        return f"data and tokenizer: {run / 'data'}; random model: {stage_folder(config, stage) / 'model'}"
+    if stage == "all":
+        return f"table: {run / 'table.txt'}; models, curves and attempts: {run}"
+    if stage == "eval":
+        return f"report, attempts and curves: {run / 'eval'}"
+    folder = stage_folder(config, stage)
+    return f"model: {folder / 'model'}; curves and checkpoints: {folder}"
 
 
 def total_steps(config: Config, items: int) -> int:
@@ -160,73 +184,35 @@ def check_fits(config: Config, rows: Sequence[Example]) -> None:
                          f"{most}; raise it or lower data.max_tokens")
 
 
-def check_recipe(config: Config) -> None:
-    """ValueError for a setting that would make every stage of the recipe start or read the same."""
+def check_recipe(config: Config, oprd: Config) -> None:
+    """ValueError for a setting that would make every stage of the recipe start or read the same, or that its last stage
+    (oprd: its settings) would fail with after all the others."""
     for section, field in (("model", "path"), ("data", "rows"), ("data", "tasks")):
         if value := getattr(getattr(config, section), field):
             raise ValueError(f"{section}.{field} = {value!r} would count for every stage of --stage all; set it for "
                              f"one, under [stages.NAME.{section}] in the settings file, or run the stages one by one")
+    o, entries = oprd.oprd, config.microswe.vocabulary
+    if o.support == "topk" and o.top_k > entries and not config.run.ready:
+        raise ValueError(f"oprd.top_k = {o.top_k} must not exceed microswe.vocabulary = {entries}; lower it or set "
+                         "oprd.support = full")
+
+
+def random_sizes(config: Config, vocabulary: int, end: int | None = None) -> ModelConfig:
+    """A new model's sizes; end: the id that ends a turn. ValueError for sizes that do not fit each other."""
+    m = config.model
+    try:
+        return ModelConfig(vocab_size=vocabulary, hidden_size=m.hidden, intermediate_size=m.intermediate,
+                           num_hidden_layers=m.layers, num_attention_heads=m.heads, num_key_value_heads=m.kv_heads,
+                           head_dim=m.head_dim, tie_word_embeddings=m.tied, eos_token_id=end)
+    except ValueError as problem:
+        raise ValueError(f"[model] {problem} (model.heads, model.kv_heads, model.head_dim)") from None
 
 
 def random_model(config: Config, tokenizer: Tokenizer) -> Model:
     """A new model of the size the settings give, with random weights."""
-    m = config.model
-    return Model(ModelConfig(vocab_size=tokenizer.vocab_size, hidden_size=m.hidden, intermediate_size=m.intermediate,
-                             num_hidden_layers=m.layers, num_attention_heads=m.heads, num_key_value_heads=m.kv_heads,
-                             head_dim=m.head_dim, tie_word_embeddings=m.tied,
-                             eos_token_id=tokenizer.token_id("<|im_end|>"))).init(config.run.seed)
+    return Model(random_sizes(config, tokenizer.vocab_size, tokenizer.token_id("<|im_end|>"))).init(config.run.seed)
 
 
-def describe(stage: str, config: Config) -> str:
-    """Numbers that follow from the settings, for --dry-run. Reads what exists, writes nothing."""
-    if stage not in FOLDERS or stage == "microswe":
-        return f"stage {stage}: no training steps of its own"
-    path, data = start_folder(config, stage), data_path(config, stage)
-    lines = [f"stage           {stage}, starts from {path}"]
-    items = sources.count(data) if data.exists() else 0
-    if attempts := stage in ACTS:
-        items *= per_task(config, stage)
-    if not items and not config.train.steps:
-        lines.append(f"steps           unknown: {data} does not exist yet and train.steps is 0")
-    else:
-        steps = total_steps(config, items)
-        fewer = not attempts and not config.train.steps and (config.data.only_resolved or not config.data.strict)
-        longest = config.rollout.max_context_tokens if attempts else config.data.max_tokens
-        lines += [f"steps           {'at most ' if fewer else ''}{steps} of {config.train.batch} examples "
-                  f"({items} in {data})",
-                  f"tokens          at most {steps * config.train.batch * longest:,}"]
-        if stage == "oprd":
-            lines.append(f"refresh steps   {sorted(refresh_steps(config, steps)) or config.oprd.refresh}")
-    if (shape := path if path.is_dir() else Path(config.plan.architecture or path)).is_dir():
-        with torch.device("meta"):
-            model = Model(hf.load_config(shape))
-        teacher = config.oprd.refresh != "shared" if stage == "oprd" else stage == "rl" and config.rl.kl > 0
-        lines += memory(model, config, teacher)
-    else:
-        lines.append(f"parameters      unknown: {path} does not exist yet")
-    return "\n".join(lines)
-
-
-def memory(model: Model, config: Config, teacher: bool) -> list[str]:
-    """Parameter count and an estimate of resident memory: fp32 weights, gradients and two Adam moments, the teacher's
-    and the rollout engine's copies, and per token of a micro-batch what each layer keeps for the backward pass."""
-    n, c = sum(p.numel() for p in model.parameters()), model.config
-    kept = 10 * c.hidden_size + 4 * c.intermediate_size + 4 * c.num_attention_heads * c.head_dim  # floats a layer
-    state, copies = 16 * n, 4 * n * (2 if teacher else 0)
-    activations = 4 * config.train.micro_batch_tokens * c.num_hidden_layers * kept
-    mib = lambda size: f"{size / 2**20:,.0f} MiB"  # noqa: E731
-    return [f"parameters      {n:,}", f"memory          {mib(state + copies + activations)} (weights, gradients, Adam "
-            f"{mib(state)}; copies {mib(copies)}; activations {mib(activations)})"]
-
-
-def write_settings(config: Config, folder: Path, stage: str, resume: bool = False) -> None:
-    """The resolved settings, before step 0. A resume that would not continue the same run is a ValueError."""
-    file, aside = folder / "settings.toml", folder / "settings.toml.tmp"
-    if resume and file.exists():
-        changed = configuration.changes(configuration.load(str(file), stage, {}), config)
-        if new := [c for c in changed if not c.startswith(MAY_CHANGE)]:
-            raise ValueError(f"{folder} was started with other settings than {', '.join(new)}; resume with the same "
-                             "ones or choose another run.folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    aside.write_text(configuration.dump(config), encoding="utf-8")
-    aside.rename(file)
+def write_settings(config: Config, folder: Path, stage: str) -> None:
+    """The resolved settings and what the stage reads, before step 0 (`done` compares them on a resume)."""
+    provenance.write(folder, config, provenance.digests(inputs(config, stage)))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import logging
+import math
 from pathlib import Path
 from typing import Any, Iterator, Sequence
 
@@ -13,6 +14,8 @@ from torch import Tensor
 from oprd.core import sources
 from oprd.core.types import Row
 from oprd.kernels.cross_entropy import token_nll
+
+log = logging.getLogger(__name__)
 
 
 @torch.inference_mode()
@@ -52,8 +55,8 @@ def target_logprobs(model, rows: Sequence[Row], token_budget: int, temperature: 
 
 def score_lines(model, lines: Sequence[dict[str, Any]], token_budget: int) -> Iterator[dict[str, Any]]:
     """Every line with `logprobs`, in order; neighbours share a forward of at most token_budget tokens, and a longer
-    line has one of its own."""
-    start = 0
+    line has one of its own. A log-probability that is no number is null, as JSON has none, and is told in the log."""
+    start = wrong = 0
     while start < len(lines):
         end, tokens = start, 0
         while end < len(lines) and (end == start or tokens + len(lines[end]["ids"]) <= token_budget):
@@ -61,12 +64,16 @@ def score_lines(model, lines: Sequence[dict[str, Any]], token_budget: int) -> It
             end += 1
         found = logprobs(model, [line["ids"] for line in lines[start:end]])
         for line, values in zip(lines[start:end], found, strict=True):
-            yield {**line, "logprobs": values.tolist()}
+            numbers = [value if math.isfinite(value) else None for value in values.tolist()]
+            wrong += numbers.count(None)
+            yield {**line, "logprobs": numbers}
         start = end
+    if wrong:
+        log.warning("%d log-probabilities are not finite and stand as null; are the model's weights whole?", wrong)
 
 
 def read_lines(path: str | Path, vocab_size: int) -> list[dict[str, Any]]:
-    """Lines {"ids": [...], ...} of a JSONL file. FileNotFoundError; ValueError names file and line."""
+    """Lines {"ids": [...], ...} of a JSONL file, at least one. FileNotFoundError; ValueError names file and line."""
     file = Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such file")
@@ -74,14 +81,18 @@ def read_lines(path: str | Path, vocab_size: int) -> list[dict[str, Any]]:
     for number, text in sources.lines(file):
         where = f"{file}:{number}"
         try:
-            line = json.loads(text)
-        except (ValueError, RecursionError) as problem:
-            raise ValueError(f"{where}: not JSON ({problem})") from None
-        ids = line.get("ids") if isinstance(line, dict) else None
+            line = sources.parse(number, text)
+        except ValueError as problem:
+            raise ValueError(f"{where}: {problem}") from None
+        ids = line.get("ids")
         if not isinstance(ids, list) or not ids or any(type(i) is not int for i in ids):
             raise ValueError(f'{where}: must be an object with "ids", a list of at least one token id')
         wrong = next((i for i in ids if not 0 <= i < vocab_size), None)
         if wrong is not None:
             raise ValueError(f"{where}: ids holds {wrong}, the model's vocabulary is 0..{vocab_size - 1}")
+        if "logprobs" in line:
+            raise ValueError(f"{where}: has a field logprobs already, which scoring would replace; rename it")
         lines.append(line)
+    if not lines:
+        raise ValueError(f"{file}: no lines in the file")
     return lines

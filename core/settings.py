@@ -15,9 +15,7 @@ FILES = {"input": ("score", "annotate", "if-data", "match-rules", "behaviours", 
                    "checklists", "checklist-report"),  # option of the command line: its stages
          "output": ("score", "export", "annotate", "if-data", "check-tasks", "checklists"),
          "parser": ("parse-log",)}
-
-
-RESUMED = ("microswe", "pretrain", "coding-sft", "if-sft", "oprd", "rl", "rft", "all", "check-tasks")  # know --resume
+RESUMED = ("microswe", "pretrain", "coding-sft", "if-sft", "oprd", "rl", "rft", "all", "check-tasks")  # by --resume
 
 
 class Section(BaseModel):
@@ -90,9 +88,9 @@ class Data(Section):
 
 
 class Train(Section):
-    epochs: float = Field(1.0, gt=0, description="passes over the rows or tasks, unless steps is given")
-    steps: int = Field(0, ge=0, description="optimizer steps; 0: from epochs")
-    batch: int = Field(32, ge=1, description="examples (SFT) or attempts (OPRD) in one optimizer step")
+    epochs: float = Field(1.0, gt=0, le=1e6, description="passes over the rows or tasks, unless steps is given")
+    steps: int = Field(0, ge=0, le=10**9, description="optimizer steps; 0: from epochs")
+    batch: int = Field(32, ge=1, le=10**6, description="examples (SFT) or attempts (OPRD) in one optimizer step")
     micro_batch_tokens: int = Field(16384, ge=16, description="most tokens in a forward, student and teacher together")
     lr: float = Field(1e-5, gt=0, description="peak learning rate")
     lr_start: float = Field(0.0, ge=0, description="learning rate at the start of warm-up")

@@ -8,6 +8,7 @@ cannot be told apart; JSON text, in a file or in a column, is taken as it stands
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 import re
@@ -71,14 +72,30 @@ def lines(file: Path) -> Iterator[tuple[int, bytes]]:
         raise ValueError(f"{file}: cannot be unpacked ({error}); is the file cut off?") from None
 
 
+def parse(number: int, line: bytes) -> dict:
+    """The JSON object in line `number` of a file (a byte-order mark before the first is passed over). ValueError says
+    what it is instead."""
+    line = line.removeprefix(codecs.BOM_UTF8 if number == 1 else b"")
+    array = "each line must be an object of its own (JSON lines)" if line.lstrip()[:1] == b"[" else ""
+    try:
+        row: Any = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8 ({error.reason} at byte {error.start + 1} of the line); save the file as UTF-8")
+    except (ValueError, RecursionError) as error:
+        hint = f"is the file one JSON array? {array}" if number == 1 and array else "is the line cut off?"
+        raise ValueError(f"is not valid JSON ({error}); {hint}") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"must be a JSON object, got {type(row).__name__}" + (f"; {array}" if array else ""))
+    return row
+
+
 def _json_lines(file: Path) -> Iterator[tuple[str, dict | FieldError]]:
     for number, line in lines(file):
         try:
-            row: Any = json.loads(line.decode("utf-8"))
-            problem = None if isinstance(row, dict) else "must be a JSON object"
-        except (ValueError, RecursionError) as error:
-            problem = f"is not valid JSON ({error}); is the line cut off?"
-        yield f"{file}:{number}", FieldError("row", problem, "json") if problem else row
+            row: dict | FieldError = parse(number, line)
+        except ValueError as problem:
+            row = FieldError("row", str(problem), "json")
+        yield f"{file}:{number}", row
 
 
 # --- Parquet ------------------------------------------------------------------------------------------------------

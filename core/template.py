@@ -31,21 +31,29 @@ def frame(folder: str | Path, tokenizer: Tokenizer, form: str, thinking: bool, m
 
     ValueError: no template where one is asked for, one that rewrites history, or thinking where there is none.
     """
+    chat, how = _frame(folder, tokenizer, form, thinking, model_type)
+    chat.form = how
+    return chat
+
+
+def _frame(folder: str | Path, tokenizer: Tokenizer, form: str, thinking: bool, model_type: str) -> tuple[Chat, str]:
+    """The frame, and in words which it is and why."""
     if form in FORMS:
-        return Chat.of(tokenizer, form, thinking)
+        return Chat.of(tokenizer, form, thinking), f"{form}, as chat.form says"
     template = folder_template(folder, enable_thinking=thinking)
     if template is None:
         if form == "template":
             raise ValueError(f"{folder}: has no chat template (chat_template.jinja, or in tokenizer_config.json); "
                              f"name a chat.form: {', '.join(FORMS)}")
-        return Chat.of(tokenizer, BY_MODEL_TYPE.get(model_type, "qwen3_5"), thinking)
+        family = BY_MODEL_TYPE.get(model_type, "qwen3_5")
+        return Chat.of(tokenizer, family, thinking), f"{family}, for the model_type {model_type} (no chat template)"
     found = _form_of(template, tokenizer, thinking) if form == "auto" else None
     if found:
-        return Chat.of(tokenizer, found, thinking)
+        return Chat.of(tokenizer, found, thinking), f"{found}, which the folder's chat template is"
     chat = TemplateChat(tokenizer, template)
     if thinking and "reasoning" in chat.leaves_out:
         raise ValueError(f"{folder}: chat.thinking = true, but its chat template writes no reasoning; set it to false")
-    return chat
+    return chat, "the folder's chat template"
 
 
 def _form_of(template: Template, tokenizer: Tokenizer, thinking: bool) -> str | None:

@@ -155,6 +155,8 @@ def _read_index(folder: Path) -> dict | None:
     files = where.values() if isinstance(where, dict) else ()
     if not files or not all(isinstance(file, str) and Path(file).name == file for file in files):
         raise ValueError(f"{path}: weight_map must map tensor names to files of this folder")
+    if not isinstance(index.get("metadata", {}), dict):
+        raise ValueError(f"{path}: metadata = {str(index['metadata'])[:40]} must be a JSON object")
     for file in sorted(set(files)):
         if not (folder / file).is_file():
             raise FileNotFoundError(f"{folder / file}: shard named by {INDEX} is missing")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from typing import Callable, Sequence
 from oprd.core.chat import Chat
 from oprd.core.types import Reminder, Trajectory, Turn
 from oprd.rollout.agent import AgentLimits, Diverged, Reminding, converse
-from oprd.rollout.engine import Engine, Sampling, Unserved
+from oprd.rollout.engine import Completion, Engine, Sampling, Unserved
 from oprd.rollout.select import Dropped
 from oprd.sandbox.box import Broke, Sandbox, Unusable
 from oprd.sandbox.repo import extract_patch
@@ -66,6 +67,27 @@ class Outcome:
     why: str = ""
 
 
+def attempt_seed(*parts: int) -> int:
+    """One number from run seed, step and places: the same in every process."""
+    return zlib.crc32("/".join(map(str, parts)).encode())
+
+
+class _Stopped(Exception):
+    """Ends a conversation whose run has ended."""
+
+
+class _Until:
+    """The engine as a conversation sees it: once `stop` is set, the next turn ends it."""
+
+    def __init__(self, stop: threading.Event, engine: Engine):
+        self._stop, self._engine, self.forget = stop, engine, engine.forget
+
+    def generate(self, *request) -> Completion:
+        if self._stop.is_set():
+            raise _Stopped
+        return self._engine.generate(*request)
+
+
 class Attempts:
     """Runs attempts. `workers` conversations are open at once, `verifiers` gradings beside them."""
 
@@ -86,9 +108,11 @@ class Attempts:
             raise ValueError("attempt ids must be unique")
         graded: list[Future[Outcome] | None] = [None] * len(attempts)
         lock, stop, queue = threading.Lock(), threading.Event(), iter(enumerate(attempts))
-        announce = threading.Lock()
+        announce, go = threading.Lock(), threading.Event()
 
         def grade(outcome: Outcome) -> Outcome:
+            if stop.is_set():
+                return outcome
             outcome = self._grade(outcome)
             with announce:
                 on_done(outcome)
@@ -96,13 +120,16 @@ class Attempts:
 
         def work(verifier: ThreadPoolExecutor, announced: ExitStack) -> None:
             with announced:
+                go.wait()
                 while not stop.is_set():
                     with lock:
                         item = next(queue, None)
                     if item is None:
                         return
                     try:
-                        graded[item[0]] = verifier.submit(grade, self._attempt(item[1], reminding))
+                        graded[item[0]] = verifier.submit(grade, self._attempt(item[1], reminding, stop))
+                    except _Stopped:  # whoever set `stop` says why
+                        return
                     except BaseException:
                         stop.set()
                         raise
@@ -112,14 +139,16 @@ class Attempts:
             announced = [ExitStack() for _ in range(min(self.workers, len(attempts)))]
             for stack in announced:
                 stack.enter_context(self.engine.worker())
-            workers = [pool.submit(work, verifier, stack) for stack in announced]
             try:
+                workers = [pool.submit(work, verifier, stack) for stack in announced]
+                go.set()  # not before: a thread that was just starting when a signal came is not waited for by the pool
                 for worker in workers:
                     worker.result()
+                outcomes = [future.result() for future in graded]
             except BaseException:  # Ctrl-C too: the pool would else work through every attempt before it lets go
                 stop.set()
+                go.set()
                 raise
-            outcomes = [future.result() for future in graded]
         # Single failures are dropped and counted; a run in which nothing works must not look like one.
         if outcomes and all((o.trouble or "").startswith("infra") for o in outcomes):
             raise Broke(f"none of {len(outcomes)} attempts could be judged ({outcomes[0].trouble} first: "
@@ -128,13 +157,13 @@ class Attempts:
             raise ValueError(f"none of the tasks can be attempted: {outcomes[0].why}")
         return outcomes
 
-    def _attempt(self, attempt: Attempt, reminding: Reminding | None) -> Outcome:
+    def _attempt(self, attempt: Attempt, reminding: Reminding | None, stop: threading.Event) -> Outcome:
         mode = "free" if reminding is None else "active" if reminding.active else "passive"
-        why = ""
+        engine, why = _Until(stop, self.engine), ""
         for _ in range(self.retries + 1):
             try:
                 with self.open_box(attempt.task) as box:
-                    talk = converse(attempt.id, attempt.task, self.engine, self.chat, box, self.limits, self.sampling,
+                    talk = converse(attempt.id, attempt.task, engine, self.chat, box, self.limits, self.sampling,
                                     attempt.seed, reminding, attempt.prefix, attempt.start)
                     return Outcome(attempt, talk.trajectory, talk.given, extract_patch(box), dropped=talk.dropped,
                                    probes=talk.probes, mode=mode)

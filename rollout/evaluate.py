@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Callable, Iterable, Mapping, Sequence
+from typing import Any, Callable, Iterable, Mapping, Sequence
 
 from oprd.rollout.agent import Reminding
 from oprd.rollout.attempts import Attempt, Attempts, Outcome
@@ -58,22 +58,29 @@ class Report:
     def following(self) -> float | None:
         return self.reminded.rate if self.reminded else None
 
-    def save(self, folder: Path) -> None:
-        """Write `report.json`, aside and renamed."""
+    def save(self, folder: Path, made: Mapping[str, Any]) -> None:
+        """Write `report.json`, aside and renamed. made: what the evaluation was made from, as JSON."""
         aside = folder / "report.json.tmp"
-        aside.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        aside.write_text(json.dumps({**asdict(self), "made": made}), encoding="utf-8")
         aside.rename(folder / "report.json")
 
     @staticmethod
-    def load(folder: Path) -> "Report | None":
-        """What `save` wrote, or None."""
+    def load(folder: Path) -> "tuple[Report, dict[str, Any]] | None":
+        """What `save` wrote, and `made`; or None. ValueError: the file is damaged."""
         file = folder / "report.json"
         if not file.is_file():
             return None
-        known = {f.name for f in fields(Report)}  # a report of an older version has others
-        report = Report(**{k: v for k, v in json.loads(file.read_text(encoding="utf-8")).items() if k in known})
-        return replace(report, reminded=Following(**report.reminded) if report.reminded else None,
-                       retry=Retry(**report.retry) if report.retry else None)
+        known = {f.name for f in fields(Report)}  # a report of an older version has others, and does not say what made it
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+            made = found.pop("made", {"settings": {}, "inputs": {}})
+            report = Report(**{name: value for name, value in found.items() if name in known})
+            report = replace(report, reminded=Following(**report.reminded) if report.reminded else None,
+                             retry=Retry(**report.retry) if report.retry else None)
+            return report, {"settings": dict(made["settings"]), "inputs": dict(made["inputs"])}
+        except (ValueError, TypeError, KeyError, AttributeError) as problem:
+            raise ValueError(f"{file} is no report of this program ({type(problem).__name__}: {problem}); move it away "
+                             "to evaluate anew") from None
 
     def scalars(self) -> dict[str, float]:
         """Flat names for the log."""
@@ -89,8 +96,8 @@ class Report:
 
 
 def attempts_at(tasks: Sequence[Task], n: int, seed: int, tag: str) -> list[Attempt]:
-    """n attempts at every task, with ids and seeds that depend on nothing else."""
-    return [Attempt(f"{tag}/{task.instance_id}/{i}", task, seed * 1_000_003 + t * 1009 + i)
+    """n attempts at every task, with ids and seeds that depend on nothing else (and leave room for a turn's number)."""
+    return [Attempt(f"{tag}/{task.instance_id}/{i}", task, (seed * 1_000_003 + t * 1009 + i) % 2**49)
             for t, task in enumerate(tasks) for i in range(n)]
 
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import Callable, Sequence, TypeVar
 
 from oprd.core.chat import Chat
-from oprd.core.settings import Config, Eval, Rollout
+from oprd.core.settings import Config, Eval, Reminders, Rollout
 from oprd.core.types import Reminder, Trajectory
 from oprd.rollout import utility
 from oprd.rollout.agent import AgentLimits, Remind, Reminding
@@ -25,7 +25,7 @@ from oprd.rollout.judge import Judge, NoJudge
 from oprd.rollout.model_judge import ModelJudge
 from oprd.rollout.prefix import PrefixSampling, PrefixSettings
 from oprd.rollout.rewarders import Rewarders
-from oprd.rollout.rubric import MICRO, Rubric, load_rubric
+from oprd.rollout.rubric import MICRO, Rubric, load_rubric, nearest
 from oprd.rollout.scripted import ScriptedJudge
 from oprd.rollout.select import Annotation, Dropped, SelectSettings, annotate_trajectory, decide, remind
 from oprd.rollout.teach import Reminded
@@ -52,6 +52,16 @@ def box_opener(config: Config):
     return opener(s.kind, limits, run_label(config.run.folder), s.image, settings)
 
 
+def rubric_of(r: Reminders) -> Rubric:
+    """The rubric that the settings ask for. FileNotFoundError, or ValueError for a rubric file or a category."""
+    rubric = load_rubric(*([MICRO] if r.micro_texts else []), *([r.rubric] if r.rubric else []))
+    for name in r.disabled:
+        if name not in rubric:
+            raise ValueError(f"reminders.disabled names {name!r}, which is no category of the rubric; did you mean "
+                             f"{nearest(name, rubric.categories)}?")
+    return rubric
+
+
 class Harness:
     """Opens sandboxes and answers for reminders. `sweep()` removes what killed runs left behind."""
 
@@ -61,10 +71,7 @@ class Harness:
         s, r = config.sandbox, config.reminders
         # a fresh sandbox at a task's base commit; raises Broke, Unusable
         self.open_box = box_opener(config)
-        self.rubric: Rubric = load_rubric(*([MICRO] if r.micro_texts else []), *([r.rubric] if r.rubric else []))
-        for name in r.disabled:
-            if name not in self.rubric:
-                raise ValueError(f"reminders.disabled names {name!r}, which is no category of the rubric")
+        self.rubric: Rubric = rubric_of(r)
         self.judge: Judge = ScriptedJudge(self.rubric) if r.judge == "scripted" else NoJudge()
         self.asker: Asker | None = None  # whom the model judges ask
         if r.judge == "model":

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import json
+
 import pytest
 
 from oprd.core.types import Ending, Observation, Reminder, ToolCall, Trajectory, Turn
@@ -117,13 +119,23 @@ def test_failed_attempts_are_made_afresh_with_their_global_reminder_and_the_othe
 
 def test_a_report_is_read_back_as_it_was_written(tmp_path):
     whole = Report(2, 2, 1, {"R1": 1}, {}, 3.0, following([outcome("ls", "ls", given=(ASK,))]), Retry(1, 1, 1, 0, {}))
-    whole.save(tmp_path)
-    assert Report.load(tmp_path) == whole and Report.load(tmp_path / "none") is None
+    made = {"settings": {"eval.attempts": 1}, "inputs": {"data/tasks.jsonl": "0f"}}
+    whole.save(tmp_path, made)
+    assert Report.load(tmp_path) == (whole, made) and Report.load(tmp_path / "none") is None
+    old = {"attempts": 2, "judged": 2, "resolved": 1, "events": {}, "endings": {}, "tokens": 3.0, "gone": 1}
+    (tmp_path / "report.json").write_text(json.dumps(old))  # of an older version: what made it is not known
+    assert Report.load(tmp_path) == (Report(2, 2, 1, {}, {}, 3.0), {"settings": {}, "inputs": {}})
+    for damage in ("", "[]", "{}", '{"made": {}}', '{"made": {"settings": {}, "inputs": {}}, "attempt": 3}'):
+        (tmp_path / "report.json").write_text(damage)
+        with pytest.raises(ValueError, match="report.json is no report of this program .*move it away"):
+            Report.load(tmp_path)
 
 
 def test_every_attempt_has_its_own_name_and_seed():
     attempts = attempts_at([TASK, Task("u", "r", "0", "s", "", "", ("a",), (), {})], 3, seed=2, tag="eval")
     assert len({a.id for a in attempts}) == len({a.seed for a in attempts}) == 6
+    (largest,) = attempts_at([TASK], 1, seed=2**32 - 1, tag="eval")
+    assert largest.seed * 10_007 + 10_000 < 2**63  # the seed of a turn, which an engine must be able to take
 
 
 def test_the_table_has_one_row_for_each_checkpoint():

@@ -61,6 +61,16 @@ def test_a_resumed_run_leaves_one_curve_per_tag(tmp_path):
     assert curve(tmp_path, "x") == expected
 
 
+def test_a_line_that_is_not_ours_does_not_stop_a_resume(tmp_path):
+    with Log(tmp_path) as log:
+        log.write(0, {"x": Last(1.0)})
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"loss": 1}\n[3]\n\xff\n{"step": "a"}\n')
+    with Log(tmp_path, 1) as log:
+        log.write(1, {"x": Last(2.0)})
+    assert [(line["step"], line["x"]) for line in lines(tmp_path)] == [(0, 1.0), (1, 2.0)]
+
+
 def test_a_step_that_goes_back_is_refused(tmp_path):
     with Log(tmp_path) as log:
         log.write(2, {})

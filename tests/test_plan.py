@@ -42,6 +42,31 @@ def test_what_an_oprd_run_would_fail_with_later_is_said_before(sections, message
     plan.check_oprd(config(oprd={"top_k": 51, "support": "full"}), MODEL)
 
 
+@pytest.mark.parametrize("sizes,message", [
+    ({"heads": 3, "kv_heads": 2}, "num_attention_heads = 3 must be a multiple of num_key_value_heads = 2 .model.heads"),
+    ({"head_dim": 7}, "head_dim = 7 must be even"),
+])
+def test_sizes_of_a_random_model_that_do_not_fit_are_named_before_anything_is_recorded(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        plan.random_sizes(config(model=sizes), 420)
+
+
+def test_a_start_that_is_a_file_and_tasks_that_are_a_folder_are_told_from_missing_ones(tmp_path):
+    (tmp_path / "file").write_text("")
+    run = {"folder": str(tmp_path / "run")}
+    with pytest.raises(FileNotFoundError, match="file is no folder; run --stage if-sft first, or set model.path"):
+        plan.starting_point(config(model={"path": str(tmp_path / "file")}), "oprd")
+    with pytest.raises(ValueError, match="data.tasks = .* is a folder; name one file of task rows"):
+        plan.data_file(config(run=run, data={"tasks": str(tmp_path)}), "oprd")
+    with pytest.raises(NotADirectoryError, match="data cannot be made: this is no folder: .*file"):
+        plan.data_file(config(run={"folder": str(tmp_path / "file")}), "oprd")
+
+
+def test_the_recipe_refuses_what_its_last_stage_would_fail_with():
+    with pytest.raises(ValueError, match="oprd.top_k = 500 must not exceed microswe.vocabulary = 420"):
+        plan.check_recipe(config(microswe={"vocabulary": 420}), config(oprd={"top_k": 500}))
+
+
 def test_a_row_that_fits_no_micro_batch_is_named():
     rows = [Example(Row(np.arange(n), np.arange(1, n)), {"nll": np.ones(n - 1)}, source=f"rows.jsonl:{n}")
             for n in (16, 17)]
@@ -53,4 +78,4 @@ def test_a_row_that_fits_no_micro_batch_is_named():
 @pytest.mark.parametrize("section,field", [("model", "path"), ("data", "rows"), ("data", "tasks")])
 def test_the_recipe_refuses_a_setting_that_would_make_all_stages_the_same(section, field):
     with pytest.raises(ValueError, match=f"{section}.{field} = 'x' would count for every stage"):
-        plan.check_recipe(config(**{section: {field: "x"}}))
+        plan.check_recipe(config(**{section: {field: "x"}}), config())

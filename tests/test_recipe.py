@@ -13,54 +13,10 @@ import pytest
 
 import train
 from oprd.sandbox.sweep import MARKER
+from tests.command_help import refused
 
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = ROOT / "configs" / "micro" / "checkpoints" / "if-sft"
-TINY = """
-[run]
-folder = "{folder}"
-threads = 1
-[model]
-hidden = 32
-layers = 2
-heads = 2
-kv_heads = 1
-head_dim = 16
-intermediate = 64
-[chat]
-tools = false
-[microswe]
-vocabulary = 420
-pretrain_texts = 6
-coding_tasks = 4
-if_tasks = 3
-relabels = 2
-oprd_tasks = 6
-validation_tasks = 3
-[data]
-max_tokens = 2048
-[train]
-steps = 2
-batch = 4
-micro_batch_tokens = 2048
-lr = 1e-3
-[rollout]
-workers = 4
-max_turn_tokens = 24
-max_turns = 3
-[stages.eval.eval]
-following = true
-"""
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    """A finished tiny run of every stage."""
-    folder = tmp_path_factory.mktemp("tiny")
-    config = folder / "tiny.toml"
-    config.write_text(TINY.format(folder=folder / "run"))
-    assert train.main(["--stage", "all", "--config", str(config)]) == 0
-    return config, folder / "run"
 
 
 def test_all_stages_run_and_the_table_has_a_row_for_every_checkpoint(tiny):
@@ -101,6 +57,7 @@ def test_a_finished_recipe_is_kept_by_resume_and_refused_without(tiny, capsys):
     config, run = tiny
     before = {p: p.stat().st_mtime_ns for p in run.rglob("model/*")}
     assert train.main(["--stage", "oprd", "--config", str(config), "--resume"]) == 0
+    assert f"model: {run / 'oprd' / 'model'}" in capsys.readouterr().out
     with pytest.raises(SystemExit) as stop:
         train.main(["--stage", "oprd", "--config", str(config)])
     assert stop.value.code == 2 and "add --resume" in capsys.readouterr().err
@@ -129,15 +86,6 @@ def test_a_dry_run_prints_settings_and_numbers_and_writes_nothing(tiny, tmp_path
 
 
 # --- what a person can get wrong ----------------------------------------------------------------------------------
-
-def refused(capsys, *argv) -> str:
-    with pytest.raises(SystemExit) as stop:
-        train.main([*map(str, argv)])
-    err = capsys.readouterr().err
-    lines = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert stop.value.code == 2 and len(lines) == 1 and err.rstrip().splitlines()[-1] == lines[0]
-    return lines[0]
-
 
 def broken_model(run, folder, change):
     shutil.copytree(run / "oprd" / "model", folder)

@@ -57,9 +57,11 @@ def test_lines_score_the_same_whoever_shares_their_forward(tmp_path, budget):
         assert got["logprobs"] == pytest.approx(wanted["logprobs"], abs=1e-10)
 
 
-BAD = {"not json": ('{"ids": [1, 2', "in.jsonl:2: not JSON"), "no ids": ('{"id": [1]}', 'in.jsonl:2: must be an object'),
+BAD = {"not json": ('{"ids": [1, 2', "in.jsonl:2: is not valid JSON"), "no ids": ('{"id": [1]}', 'in.jsonl:2: must be an object'),
        "no list": ('{"ids": "1 2"}', "in.jsonl:2: must be an object"), "empty": ('{"ids": []}', "in.jsonl:2: must be"),
        "a fraction": ('{"ids": [1, 2.5]}', "in.jsonl:2: must be an object"),
+       "a list": ("[1, 2]", "in.jsonl:2: must be a JSON object, got list; each line must be an object of its own"),
+       "scored": ('{"ids": [1], "logprobs": []}', "in.jsonl:2: has a field logprobs already"),
        "outside": ('{"ids": [1, 256]}', "in.jsonl:2: ids holds 256, the model's vocabulary is 0..255")}
 
 
@@ -70,6 +72,23 @@ def test_a_bad_line_is_named(kind, tmp_path):
     with pytest.raises(ValueError) as error:
         read_lines(tmp_path / "in.jsonl", 256)
     assert words in str(error.value)
+
+
+def test_an_empty_file_and_a_file_that_is_one_array_are_named(tmp_path):
+    for text, words in (("\n", "in.jsonl: no lines in the file"), ('[\n{"ids": [1]}\n]\n', "is the file one JSON array?")):
+        (tmp_path / "in.jsonl").write_text(text)
+        with pytest.raises(ValueError) as error:
+            read_lines(tmp_path / "in.jsonl", 256)
+        assert words in str(error.value)
+
+
+def test_a_log_probability_that_is_no_number_is_null_and_told(tmp_path, caplog):
+    tiny("qwen3", tmp_path / "m")
+    model = hf.load(tmp_path / "m")
+    model.model.norm.weight.data[0] = float("nan")
+    (line,) = score_lines(model, [{"ids": [1, 2, 3]}], 10)
+    assert json.loads(json.dumps(line, allow_nan=False))["logprobs"] == [None, None]
+    assert "2 log-probabilities are not finite" in caplog.text
 
 
 def test_separators_of_unicode_inside_a_text_end_no_line(tmp_path):
@@ -91,7 +110,10 @@ def test_export_writes_the_same_files_and_says_what_it_wrote(tmp_path):
     assert done.returncode == 0 and "carried along" in done.stdout, done.stderr
     assert (tmp_path / "a" / hf.SINGLE).read_bytes() == (tmp_path / "b" / hf.SINGLE).read_bytes()
     again = train("--stage", "export", "--model", tmp_path / "a", "--output", tmp_path / "b")
-    assert again.returncode == 2 and "already holds a model" in again.stderr
+    assert again.returncode == 2 and "already holds a model; name another place" in again.stderr
+    for inside in (tmp_path / "a", tmp_path / "b" / ".." / "a" / "c"):
+        with pytest.raises(ValueError, match="lies within .*a, the model to be read; name a place outside it"):
+            hf.export(tmp_path / "a", inside)
 
 
 @pytest.mark.parametrize("arguments, words", [

@@ -50,7 +50,7 @@ def test_tools_reach_the_ids(tmp_path):
 
 
 BAD = {  # reason -> (line, what the message says)
-    "json": (b'{"messages": [{"role": "us', "row: is not valid JSON"),
+    "json": (b'{"messages": [{"role": "us', "row: is not valid JSON .*is the line cut off"),
     "shape": (
         {"id": "r9", "conversation": []},
         r"\(id r9\): row: fits no known shape: it has conversation, id; the nearest is ShareGPT .*, with conversations",
@@ -84,6 +84,24 @@ def test_other_broken_lines_are_errors_too(tmp_path):
     for line in (b"[]", b"3", b"null", b"\xff\xfe", b"[" * 100_000):
         with pytest.raises(ValueError, match="rows.jsonl:1: row: "):
             read_sft(write(tmp_path, line), CHAT, 99)
+
+
+@pytest.mark.parametrize("data,message", [
+    ('{"messages": "\u00e9"}\n'.encode("latin-1"), "rows.jsonl:1: row: is not UTF-8 .*save the file as UTF-8"),
+    ('{"messages": []}\n'.encode("utf-16"), "rows.jsonl:1: row: is not UTF-8"),
+    (b'[{"messages": []}]', "row: must be a JSON object, got list; each line must be an object of its own"),
+    (b'[\n{"messages": []}\n]\n', "row: is not valid JSON .*; is the file one JSON array?"),
+])
+def test_a_file_of_another_form_is_told_apart_from_a_line_cut_off(tmp_path, data, message):
+    (tmp_path / "rows.jsonl").write_bytes(data)
+    with pytest.raises(ValueError, match=message):
+        read_sft(tmp_path / "rows.jsonl", CHAT, 99)
+
+
+def test_a_byte_order_mark_is_passed_over(tmp_path):
+    row = json.dumps({"messages": [U, A]}).encode()
+    (tmp_path / "rows.jsonl").write_bytes(b"\xef\xbb\xbf" + row + b"\n" + row)
+    assert len(read_sft(tmp_path / "rows.jsonl", CHAT, 99)) == 2
 
 
 def test_bad_rows_can_be_left_out_with_a_count_by_reason(tmp_path, caplog):

@@ -7,6 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from types import SimpleNamespace
 
 import train
 from public_rows import BASH, ROWS, TICKS, U, call, done
@@ -14,7 +15,8 @@ from oprd.core import hf, sources
 from oprd.core.chat import Chat
 from oprd.core.settings import Config
 from oprd.core.data import read_sft, read_text
-from oprd.core.plan import data_file, describe, random_model
+from oprd.core.dry_run import describe
+from oprd.core.plan import data_file, random_model
 from oprd.core.shapes import read_row
 from oprd.core.tokenizer import train_bpe
 
@@ -277,7 +279,7 @@ def test_a_dry_run_counts_the_rows_of_a_folder_as_a_bound_where_some_may_be_left
     for data, steps in (({}, "steps           3 of 4"), ({"only_resolved": True}, "steps           at most 3 of 4"),
                         ({"strict": False}, "steps           at most 3 of 4")):
         config = Config.model_validate({"data": {"rows": str(tmp_path), **data}, "train": {"batch": 4}})
-        assert steps in describe("coding-sft", config)
+        assert steps in describe("coding-sft", config, SimpleNamespace(resume=False))
         assert data_file(config, "coding-sft") == tmp_path
     with pytest.raises(FileNotFoundError, match="does not exist"):  # tasks are one file
         data_file(Config.model_validate({"data": {"tasks": str(tmp_path)}}), "oprd")

@@ -294,6 +294,7 @@ def lie(change):
 
 
 LIES = {
+    "metadata": (lie(lambda i: i.update(metadata=[1])), "metadata = [1] must be a JSON object"),
     "total": (lie(lambda i: i["metadata"].update(total_size=7)), "total_size = 7, but the shards hold 378368 bytes"),
     "no map": (lie(lambda i: i.pop("weight_map")), "weight_map must map tensor names to files of this folder"),
     "numbers": (lie(lambda i: i.update(weight_map=dict.fromkeys(i["weight_map"], 5))), "to files of this folder"),
