@@ -1,8 +1,7 @@
 """Evaluation: rates over what was judged, reminders that were followed, one table."""
 
-from dataclasses import replace
-
 import json
+from dataclasses import replace
 
 import pytest
 
