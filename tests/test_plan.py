@@ -51,13 +51,10 @@ def test_sizes_of_a_random_model_that_do_not_fit_are_named_before_anything_is_re
         plan.random_sizes(config(model=sizes), 420)
 
 
-def test_a_start_that_is_a_file_and_tasks_that_are_a_folder_are_told_from_missing_ones(tmp_path):
+def test_a_start_and_a_run_folder_that_are_files_are_told_from_missing_ones(tmp_path):
     (tmp_path / "file").write_text("")
-    run = {"folder": str(tmp_path / "run")}
     with pytest.raises(FileNotFoundError, match="file is no folder; run --stage if-sft first, or set model.path"):
         plan.starting_point(config(model={"path": str(tmp_path / "file")}), "oprd")
-    with pytest.raises(ValueError, match="data.tasks = .* is a folder; name one file of task rows"):
-        plan.data_file(config(run=run, data={"tasks": str(tmp_path)}), "oprd")
     with pytest.raises(NotADirectoryError, match="data cannot be made: this is no folder: .*file"):
         plan.data_file(config(run={"folder": str(tmp_path / "file")}), "oprd")
 
