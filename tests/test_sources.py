@@ -281,5 +281,5 @@ def test_a_dry_run_counts_the_rows_of_a_folder_as_a_bound_where_some_may_be_left
         config = Config.model_validate({"data": {"rows": str(tmp_path), **data}, "train": {"batch": 4}})
         assert steps in describe("coding-sft", config, SimpleNamespace(resume=False))
         assert data_file(config, "coding-sft") == tmp_path
-    with pytest.raises(FileNotFoundError, match="does not exist"):  # tasks are one file
-        data_file(Config.model_validate({"data": {"tasks": str(tmp_path)}}), "oprd")
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        data_file(Config.model_validate({"data": {"tasks": str(tmp_path / "none")}}), "oprd")
