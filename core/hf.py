@@ -63,11 +63,16 @@ def load(path: str | Path, dtype: torch.dtype = torch.float32, mesh: Mesh = Mesh
     for name, p in model.state_dict().items():
         full = torch.empty(whole[name].shape, dtype=p.dtype)
         for held in holders[name]:
-            for own, source, target in pairs(held, stored.tensor(held), {**whole, name: full}, config):
-                if own == name:
-                    target.copy_(source)
+            _fill(full, name, held, stored, whole, config)
         p.copy_(model.cuts[name].take(full))
     return model
+
+
+def _fill(full: Tensor, name: str, held: str, stored, whole: dict[str, Tensor], config: ModelConfig) -> None:
+    """Copy what a stored tensor says of a parameter; a function of its own, so that the tensor goes before the next."""
+    for own, source, target in pairs(held, stored.tensor(held), {**whole, name: full}, config):
+        if own == name:
+            target.copy_(source)
 
 
 def blank(config: ModelConfig, dtype: torch.dtype = torch.float32, mesh: Mesh = Mesh(),

@@ -26,7 +26,7 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from typing import Any, Mapping, Sequence
 
-from oprd.core.types import Observation, ToolCall, Turn
+from oprd.core.types import Observation, Span, ToolCall, Turn
 from oprd.rollout.attempts import Attempt, Outcome
 from oprd.rollout.controller import Controller, ControlSettings
 from oprd.sandbox.task import Task
@@ -188,7 +188,7 @@ def _turn(entry: Mapping[str, Any]) -> Turn:
     """A turn from `asdict`, through JSON."""
     ids = {name: tuple(entry[name]) for name in ("context_ids", "sampled_ids", "logprobs", "reminder_ids")}
     call, seen = entry["call"], entry["observation"]
-    return Turn(**{**entry, **ids, "call": ToolCall(**call) if call else None,
+    return Turn(**{**entry, **ids, "spans": tuple(Span(*span) for span in entry["spans"]), "call": ToolCall(**call) if call else None,
                    "observation": Observation(**seen) if seen else None})
 
 

@@ -155,7 +155,7 @@ class LocalSandbox:
         finally:
             self._end(process, kept)
         ran = self._ran(process.returncode, kept, why, limit)
-        return ran if folder is None else replace(ran, folder=self._last_folder() or start)
+        return ran if folder is None else replace(ran, folder=self._last_folder() or folder or ROOT)
 
     def _last_folder(self) -> str:
         """Where the shell stood when it ended; "" when it did not come to say it."""

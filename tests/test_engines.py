@@ -127,6 +127,6 @@ def test_after_a_load_nothing_of_the_old_weights_is_used(served):
 
 def test_a_turn_whose_time_is_over_ends_and_keeps_what_it_has(served):
     engine, model = served
-    done = engine.generate("late", [1, 2, 3], Sampling(1.0, 1.0, 400, ()), 0, seconds=0.1)
+    done = engine.generate("late", [1, 2, 3], Sampling(1.0, 1.0, 400, ()), 0, seconds=0.02)
     assert done.finish == "time" and 0 < len(done.ids) < 400
     assert len(done.logprobs) == len(done.ids) and furthest(model, [1, 2, 3], done) < CLOSE

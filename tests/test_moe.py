@@ -105,7 +105,7 @@ def test_a_bfloat16_layer_routes_bit_for_bit_as_transformers_with_its_softmax_in
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
     layer, x, routes, routers = randomised("qwen3_moe", torch.bfloat16, norm_topk_prob=normed), draw(200, 20), [], []
-    monkeypatch.setattr(moe, "run_experts", lambda x, gate_up, down, *route: routes.extend(route) or x)
+    monkeypatch.setattr(moe.MoE, "run", staticmethod(lambda x, gate_up, down, *route: routes.extend(route) or x))
     layer(x.bfloat16(), routers)
     router = Qwen3MoeTopKRouter(Qwen3MoeConfig(hidden_size=20, num_experts=5, num_experts_per_tok=2,
                                                norm_topk_prob=normed))
