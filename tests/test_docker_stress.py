@@ -18,7 +18,7 @@ from stress_trainer import expected
 
 ATTEMPTS = int(os.environ.get("OPRD_STRESS_ATTEMPTS", "200"))
 HERE = Path(__file__).resolve().parent
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200),
+pytestmark = [pytest.mark.slow, pytest.mark.field, pytest.mark.timeout(7200),
               pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("dockerd", path="/usr/sbin:/usr/bin"),
                                  reason="an engine of its own needs root and dockerd")]
 
