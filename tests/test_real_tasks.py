@@ -15,7 +15,8 @@ from real_tasks import REAL, make, toolchains, with_names
 
 CLIENT, WHY_NOT = engine()
 MIRRORS = os.environ.get("OPRD_MIRRORS", "")
-pytestmark = [pytest.mark.slow, pytest.mark.field, pytest.mark.timeout(1800), pytest.mark.skipif(CLIENT is None, reason=WHY_NOT),
+pytestmark = [pytest.mark.slow, pytest.mark.field, pytest.mark.timeout(1800),
+              pytest.mark.skipif(CLIENT is None, reason=WHY_NOT),
               pytest.mark.skipif(not MIRRORS, reason="OPRD_MIRRORS names no folder of git repositories")]
 LIMITS = Limits(command_s=300, cpu_s=600, memory_mib=4096, file_mib=1024, processes=512, cpus=2)
 
