@@ -133,7 +133,7 @@ def test_where_a_kill_inside_fails_the_container_is_restarted_with_its_files(box
     box.write("kept", b"1")
     answers = iter([b"7 0 0 0\n"])
     real = box._quick
-    monkeypatch.setattr(box, "_quick", lambda command: next(answers, None) or real(command))
+    monkeypatch.setattr(box, "_quick", lambda *asked: next(answers, None) or real(*asked))
     assert box.run("sleep 300", 0.5).timed_out
     monkeypatch.undo()
     assert box.read("kept") == b"1" and box.run("echo fine").output == "fine\n"

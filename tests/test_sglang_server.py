@@ -37,7 +37,12 @@ def two(pair):
     """Both servers serve at the beginning of a test, whatever the one before did to them."""
     engine, model = pair
     model.load_state_dict(a_model().state_dict())
-    engine.load(model, engine.version + 1)
+    deadline = time.monotonic() + 400  # a killed one is being started again
+    while True:
+        engine.load(model, engine.version + 1)
+        if [s.state for s in engine._router.servers] == [SERVING, SERVING] or time.monotonic() > deadline:
+            break
+        time.sleep(3)
     assert [s.state for s in engine._router.servers] == [SERVING, SERVING]
     return engine, model
 
