@@ -72,7 +72,7 @@ def test_every_hard_command_is_handled(tools):
     flood = say(tools, "bash", command="yes", timeout="3000")
     assert "timed out after 3 s" in flood.output and "bytes left out" in flood.output and len(flood.output) < 17000
     assert say(tools, "bash", command=r"printf '\377\376ok\200'").output == "\ufffd\ufffdok\ufffd"
-    server = say(tools, "bash", command="nohup sleep 76 >/dev/null 2>&1 & sleep 0.5; echo started")
+    server = say(tools, "bash", command="sleep 76 >/dev/null 2>&1 & sleep 0.5; echo started")
     assert server.output.startswith("started") and server.exit_code == 0
     forks = "for i in 1 2 3; do (setsid sh -c 'sleep 77 & sleep 78' &) ; done; (sleep 79 &) & sleep 80"
     tree = say(tools, "bash", command=forks, timeout="700")
